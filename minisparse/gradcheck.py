@@ -1,0 +1,233 @@
+"""A gradient checker: every rule against finite differences, in every layout, to any order."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .engine import Tensor, grad, tensor
+from .sparse import SparseParameter, SparseTensor
+
+
+class GradcheckError(AssertionError):
+    """Raised when a gradient and finite differences disagree, or cannot be compared."""
+
+
+def gradcheck(f, inputs, *, order=1, eps=None, rtol=None, atol=None, rng=0) -> bool:
+    """Compare the gradients of `f` with central differences; return True or raise.
+
+    Parameters
+    ----------
+    f : callable
+        Takes the inputs; returns a Tensor, a SparseTensor, or a sequence of them.
+    inputs : Tensor, SparseTensor, SparseParameter, array, or a sequence of them
+        float64.  They are copied, so `f` and the differences never change them.  Of a SparseTensor
+        the stored values are moved, of a SparseParameter the free weights: nothing else exists.
+    order : int
+        2 checks the gradient of the gradient too, with respect to inputs and cotangent, and so on.
+    eps : float, optional
+        Relative step; about 6e-6, the cube root of the machine precision, by default.
+    rtol, atol : float, optional
+        Allowed difference, ``atol + rtol * |difference quotient|``; 1e-5 and 1e-7 by default.
+    rng : int or numpy.random.Generator
+        For the cotangents; the same call gives the same verdict every time.
+
+    Raises
+    ------
+    GradcheckError
+        Naming the input, the index and both numbers.  Where the differences to the left and to the
+        right disagree, and go on disagreeing with a smaller step, it reports a kink, whatever the
+        rule gave: there is no gradient to compare with.
+    TypeError
+        If an input is not float64, or `f` returns something else.
+
+    Notes
+    -----
+    The cotangent also comes sliced, transposed, reversed, read-only and with stride 0, as it may in
+    a real graph; a rule that gives something else then is reported.  Cost: two calls of `f` for
+    each number in the inputs.
+
+    Examples
+    --------
+    >>> import minisparse as ms
+    >>> ms.gradcheck(lambda x: ms.exp(x) * x, ms.tensor([0.5, -1.0]), order=2)
+    True
+    """
+    if order < 1:
+        raise ValueError(f"gradcheck: order={order}, needs 1 or more")
+    if isinstance(inputs, (Tensor, SparseTensor, np.ndarray)):
+        inputs = (inputs,)
+    rng = np.random.default_rng(rng)
+    builders, points = zip(*[_taken_apart(i, x) for i, x in enumerate(inputs)], strict=True)
+    eps = np.cbrt(np.finfo(float).eps) if eps is None else eps
+    rtol, atol = 1e-5 if rtol is None else rtol, 1e-7 if atol is None else atol
+
+    def run(*arrays):
+        leaves = [tensor(a, requires_grad=True) for a in arrays]
+        return leaves, _outputs(f(*[b(leaf) for b, leaf in zip(builders, leaves, strict=True)]))
+
+    for level in range(1, order + 1):
+        name = "gradient" if level == 1 else f"gradient of order {level}"
+        cotangents = _check_once(run, points, eps, rtol, atol, rng, name)
+        run, points = _differentiated(run, len(points)), (*points, *cotangents)
+    return True
+
+
+def _taken_apart(i, x):
+    """Split an input into a function of one float64 leaf, and a copy of that leaf's numbers."""
+    if isinstance(x, SparseParameter):
+        parts = x.pattern, x._index_map, x._base
+        numbers = x.free.data
+
+        def build(leaf):
+            pattern, index_map, base = parts
+            parameter = SparseParameter.__new__(SparseParameter)
+            parameter._setup(pattern, leaf, index_map, base)
+            return parameter
+
+    elif isinstance(x, SparseTensor):
+        pattern, numbers = x.pattern, x.values.data
+
+        def build(leaf):
+            return SparseTensor(pattern, leaf)
+
+    elif isinstance(x, (Tensor, np.ndarray)):
+        numbers = x.data if isinstance(x, Tensor) else x
+
+        def build(leaf):
+            return leaf
+
+    else:
+        raise TypeError(f"gradcheck: input {i} is a {type(x).__name__}, not a Tensor")
+    if numbers.dtype != np.float64:
+        raise TypeError(
+            f"gradcheck: input {i} is {numbers.dtype}, in which differences are mostly rounding; "
+            "pass it as float64, with .astype(np.float64)"
+        )
+    return build, np.array(numbers)
+
+
+def _outputs(result):
+    results = result if isinstance(result, (list, tuple)) else [result]
+    results = [r.values if isinstance(r, SparseTensor) else r for r in results]
+    for r in results:
+        if not isinstance(r, Tensor):
+            raise TypeError(f"gradcheck: f returned a {type(r).__name__}, not a Tensor")
+    return results
+
+
+def _differentiated(run, n_inputs):
+    """Return `run` for the gradients of its outputs, as functions of inputs and cotangents."""
+
+    def run_gradient(*arrays):
+        leaves, outputs = run(*arrays[:n_inputs])
+        cotangents = [tensor(a, requires_grad=True) for a in arrays[n_inputs:]]
+        return [*leaves, *cotangents], _pull_back(leaves, outputs, cotangents, create_graph=True)
+
+    return run_gradient
+
+
+def _pull_back(leaves, outputs, cotangents, *, create_graph=False):
+    total = None
+    for y, c in zip(outputs, cotangents, strict=True):
+        part = grad(y, leaves, c, create_graph=create_graph, retain_graph=True)
+        total = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
+    return [] if total is None else list(total)
+
+
+def _check_once(run, points, eps, rtol, atol, rng, name):
+    """Compare gradients with differences at `points`; return the cotangents that were used."""
+    leaves, outputs = run(*points)
+    again = run(*points)[1]
+    for k, (y, z) in enumerate(zip(outputs, again, strict=True)):
+        if not np.all(np.isfinite(y.data)):
+            raise GradcheckError(f"{name}: output {k} is not finite, so it has no differences")
+        if not np.array_equal(y.data, z.data):
+            raise GradcheckError(f"{name}: output {k} changes from call to call (is f random?)")
+    cotangents = [rng.standard_normal(y.shape) for y in outputs]
+    gradients = _pull_back(leaves, outputs, cotangents)
+    _check_layouts(leaves, outputs, cotangents, gradients, name)
+
+    def value(i, index, step):
+        moved = [p.copy() if j == i else p for j, p in enumerate(points)]
+        moved[i][index] += step
+        step = moved[i][index] - points[i][index]  # what floating point made of it
+        ys = run(*moved)[1]
+        return sum(np.vdot(c, y.data) for c, y in zip(cotangents, ys, strict=True)), step
+
+    centre = value(0, (..., None), 0.0)[0] if points else 0.0
+    for i, point in enumerate(points):
+        for index in np.ndindex(point.shape):
+            scale = eps * max(1.0, abs(point[index]))
+            quotient, gap, noise = _quotient(value, i, index, scale, centre)
+            where = f"{name} of input {i} at index {index}"
+            if not np.isfinite(quotient):
+                raise GradcheckError(f"{where}: f is not finite a step of {scale:.1e} away")
+            if abs(gap) > 1e-4 * max(1.0, abs(quotient)) + noise:
+                _, smaller, noise = _quotient(value, i, index, scale / 16, centre)
+                if abs(smaller) > max(abs(gap) / 4, noise):
+                    raise GradcheckError(
+                        f"{where}: a kink. The differences to the left and to the right are "
+                        f"{gap:.3g} apart, and still {smaller:.3g} with a step 16 times smaller; "
+                        "check at another point"
+                    )
+            got = gradients[i][index]
+            if not abs(got - quotient) <= atol + rtol * abs(quotient) + noise:
+                raise GradcheckError(
+                    f"{where}: the rule gives {got:.10g}, differences give {quotient:.10g}"
+                )
+    return cotangents
+
+
+def _quotient(value, i, index, step, centre):
+    """Return the central difference quotient, right minus left, and the size of its rounding."""
+    (above, up), (below, down) = value(i, index, step), value(i, index, -step)
+    quotient = (above - below) / (up - down)
+    gap = (above - centre) / up - (below - centre) / down
+    noise = 64 * np.finfo(float).eps * max(abs(above), abs(below), abs(centre)) / step
+    return quotient, gap, noise
+
+
+def _check_layouts(leaves, outputs, cotangents, gradients, name):
+    """Feed the cotangents again in other memory layouts; the gradients must not notice."""
+    ones = [np.ones(c.shape) for c in cotangents]
+    cases = [(cotangents, gradients, layout) for layout in _LAYOUTS]
+    flat = [np.broadcast_to(np.ones(()), c.shape) for c in cotangents]
+    cases.append((flat, _pull_back(leaves, outputs, ones), "with stride 0"))
+    for given, expected, layout in cases:
+        laid_out = [_LAYOUTS[layout](c) if layout in _LAYOUTS else c for c in given]
+        got = _pull_back(leaves, outputs, laid_out)
+        for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+            scale = np.max(np.abs(b), initial=1.0)
+            if not np.allclose(a, b, rtol=1e-9, atol=1e-12 * scale):
+                worst = np.unravel_index(np.argmax(np.abs(a - b)), a.shape)
+                raise GradcheckError(
+                    f"{name} of input {i} at index {tuple(map(int, worst))}: the rule gives "
+                    f"{a[worst]:.10g} for a cotangent {layout}, {b[worst]:.10g} for a contiguous "
+                    "one of the same numbers: it ignores the layout"
+                )
+
+
+def _sliced(c):
+    big = np.full([2 * n + 1 for n in c.shape], np.nan)
+    view = big[tuple(slice(1, None, 2) for _ in c.shape)]
+    view[...] = c
+    return view
+
+
+def _reversed(c):
+    key = (slice(None, None, -1),) * c.ndim
+    return np.ascontiguousarray(c[key])[key]
+
+
+def _read_only(c):
+    c = c.copy()
+    c.flags.writeable = False
+    return c
+
+
+_LAYOUTS = {
+    "cut from a larger array": _sliced,
+    "with its axes transposed": lambda c: np.asfortranarray(c),
+    "with reversed strides": _reversed,
+    "that is read-only": _read_only,
+}

@@ -1,0 +1,181 @@
+"""Sparse kernels: raw arrays in, raw arrays out.
+
+Everything above this package works with patterns and tensors; everything in it works with plain
+float32 or float64 arrays and int32 or int64 index arrays that the caller has checked. This module
+is the only place that knows which backend runs: it goes by the class of the arrays it is given,
+and for NumPy arrays by `backend`.
+"""
+
+import contextlib
+import contextvars
+import os
+import sys
+
+import numpy as np
+
+from . import reference
+from .memory import empty
+
+__all__ = [
+    "Plan",
+    "adam",
+    "backend",
+    "config",
+    "contiguous",
+    "empty",
+    "gather",
+    "get_num_threads",
+    "sddmm",
+    "segment_sum",
+    "set_num_threads",
+    "sgd",
+    "spmm",
+    "warmup",
+]
+
+_backend = contextvars.ContextVar("minisparse_backend", default="cpu")
+_loaded = {"reference": reference}
+_num_threads = None
+
+
+class Plan:
+    """The structure of a sparse matrix, with what kernels derive from it once.
+
+    Parameters
+    ----------
+    indptr : int32 or int64 ndarray of shape (n_rows + 1,)
+    indices : ndarray of shape (nnz,)
+        Of the dtype of `indptr`.
+    n_cols : int
+    perm : ndarray of shape (nnz,), optional
+        Of the dtype of `indptr`. Entry e has the value ``values[perm[e]]``. So the transpose of a
+        matrix is multiplied without moving its values.
+
+    Notes
+    -----
+    All three arrays are trusted: C order, aligned, in range. O(1); what a backend derives, it
+    derives when it first needs it, and keeps in `derived`.
+    """
+
+    __slots__ = ("derived", "indices", "indptr", "n_cols", "n_rows", "nnz", "perm")
+
+    def __init__(self, indptr, indices, n_cols, perm=None):
+        self.indptr, self.indices, self.perm = indptr, indices, perm
+        self.n_rows, self.n_cols, self.nnz = len(indptr) - 1, n_cols, len(indices)
+        self.derived = None
+
+
+def _load(name):
+    """Import the backend `name` at its first use."""
+    if name == "cpu":
+        import numba
+
+        if numba.config.DISABLE_JIT:
+            module = reference
+        else:
+            from . import cpu as module
+        _loaded[name] = module
+    return _loaded[name]
+
+
+def _kernels(array):
+    """Return the module of kernels for the class of `array`: the one place that chooses."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"kernels take NumPy arrays, not {type(array).__name__}")
+    name = _backend.get()
+    return _loaded.get(name) or _load(name)
+
+
+def spmm(plan, values, x):
+    return _kernels(x).spmm(plan, values, x)
+
+
+def sddmm(plan, u, v):
+    return _kernels(u).sddmm(plan, u, v)
+
+
+def gather(x, index, base=None):
+    return _kernels(x).gather(x, index, base)
+
+
+def segment_sum(x, indptr, order):
+    return _kernels(x).segment_sum(x, indptr, order)
+
+
+def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0, first=False):
+    _kernels(p).sgd(p, g, buf, lr, momentum, nesterov, weight_decay, first)
+
+
+def adam(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False):
+    _kernels(p).adam(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay, decoupled)
+
+
+def contiguous(x):
+    return _kernels(x).contiguous(x)
+
+
+for _f in (spmm, sddmm, gather, segment_sum, sgd, adam, contiguous):
+    _f.__doc__ = getattr(reference, _f.__name__).__doc__
+
+
+@contextlib.contextmanager
+def backend(name):
+    """Choose the backend for NumPy arrays in this thread or async task, as a context manager.
+
+    Parameters
+    ----------
+    name : {"cpu", "reference"}
+
+    Raises
+    ------
+    ValueError
+        If `name` is something else.
+    """
+    if name not in ("cpu", "reference"):
+        raise ValueError(f"backend: {name!r} is unknown; use 'cpu' or 'reference'")
+    token = _backend.set(name)
+    try:
+        yield
+    finally:
+        _backend.reset(token)
+
+
+def get_num_threads():
+    """Return the number of threads that kernels use: at first, the cores this process may use."""
+    global _num_threads
+    if _num_threads is None:
+        _num_threads = len(os.sched_getaffinity(0))
+    return _num_threads
+
+
+def set_num_threads(n):
+    """Set the number of threads that kernels use. Numba's own setting is left alone.
+
+    Raises
+    ------
+    ValueError
+        If `n` is not an integer of at least 1.
+    """
+    global _num_threads
+    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
+        raise ValueError(f"set_num_threads: need an integer of at least 1, got {n!r}")
+    _num_threads = int(n)
+
+
+def warmup(dtypes=("float32", "float64")):
+    """Compile every kernel now, instead of each at its first use."""
+    if _load("cpu") is not reference:
+        _loaded["cpu"].warmup([np.dtype(d) for d in dtypes])
+
+
+def config():
+    """Return how kernels run here, as a dictionary. Starts, imports and compiles nothing."""
+    from importlib import metadata
+
+    cpu = sys.modules.get(f"{__name__}.cpu")
+    return {
+        "backend": _backend.get(),
+        "threads": get_num_threads(),
+        "numba": metadata.version("numba"),
+        **(cpu.config() if cpu else {"threading_layer": None, "cache": None}),
+    }

@@ -1,0 +1,224 @@
+"""The kernels as plain loops: what they mean, written to be read.
+
+These functions are the definition that every other backend is tested against, and what runs when
+Numba's compiler is switched off. They are slow: each number is handled by the interpreter.
+
+Throughout, A is a matrix of shape (n_rows, n_cols) in compressed sparse row form: the entries of
+row i are numbered ``indptr[i]`` to ``indptr[i + 1] - 1``; entry e lies in column ``indices[e]`` and
+has the value ``values[e]``, or ``values[perm[e]]`` where a plan has a `perm`. The columns of one
+row are distinct; no order of them is assumed. Sums run in the order of the entries and in the
+dtype of the arrays. An entry that is not stored takes no part in anything; a stored 0.0 does, so
+that 0.0 * inf is NaN.
+"""
+
+import math
+
+import numpy as np
+
+
+def spmm(plan, values, x):
+    """Sparse matrix times dense matrix: out[i, :] = sum over entries (i, j) of A[i, j] x[j, :].
+
+    Parameters
+    ----------
+    plan : Plan
+        The structure of A.
+    values : ndarray of shape (nnz,)
+    x : ndarray of shape (n_cols, k) or (n_cols,)
+
+    Returns
+    -------
+    ndarray of shape (n_rows, k) or (n_rows,)
+        New, in C order. Rows without entries are exact zeros.
+
+    Notes
+    -----
+    O(nnz·k + n_rows·k).
+    """
+    out = np.zeros((plan.n_rows, *x.shape[1:]), x.dtype)
+    for i in range(plan.n_rows):
+        for e in range(plan.indptr[i], plan.indptr[i + 1]):
+            value = values[e if plan.perm is None else plan.perm[e]]
+            out[i] += value * x[plan.indices[e]]
+    return out
+
+
+def sddmm(plan, u, v):
+    """Sampled dense-dense product: out[e] = sum over c of u[i, c] v[j, c], entry e being (i, j).
+
+    Parameters
+    ----------
+    plan : Plan
+        The structure that says which entries of u vᵀ are wanted.
+    u : ndarray of shape (n_rows, k) or (n_rows,)
+    v : ndarray of shape (n_cols, k) or (n_cols,)
+
+    Returns
+    -------
+    ndarray of shape (nnz,)
+        In the order of the plan's `values`: the result of entry e is at e, or at ``perm[e]``.
+
+    Notes
+    -----
+    O(nnz·k + n_rows).
+    """
+    u, v = u.reshape(plan.n_rows, -1 if u.size else 0), v.reshape(plan.n_cols, -1 if v.size else 0)
+    k = min(u.shape[1], v.shape[1])
+    out = np.zeros(plan.nnz, u.dtype)
+    for i in range(plan.n_rows):
+        for e in range(plan.indptr[i], plan.indptr[i + 1]):
+            at = e if plan.perm is None else plan.perm[e]
+            for c in range(k):
+                out[at] += u[i, c] * v[plan.indices[e], c]
+    return out
+
+
+def gather(x, index, base=None):
+    """Pick elements: out[e] = x[index[e]], or base[e] (0.0 without base) where index[e] < 0.
+
+    Parameters
+    ----------
+    x : ndarray of shape (n,)
+    index : integer ndarray of shape (m,)
+        Each below n; negative where nothing is picked.
+    base : ndarray of shape (m,), optional
+
+    Returns
+    -------
+    ndarray of shape (m,)
+        Copies, bit for bit.
+
+    Notes
+    -----
+    O(m). Its adjoint is `segment_sum`.
+    """
+    out = np.zeros(len(index), x.dtype)
+    for e in range(len(index)):
+        if index[e] >= 0:
+            out[e] = x[index[e]]
+        elif base is not None:
+            out[e] = base[e]
+    return out
+
+
+def segment_sum(x, indptr, order):
+    """Sum groups of elements: out[s] = sum of x[order[p]] for p in indptr[s] .. indptr[s + 1] - 1.
+
+    Parameters
+    ----------
+    x : ndarray of shape (n,)
+    indptr : integer ndarray of shape (m + 1,)
+        Not decreasing, from 0 to len(order).
+    order : integer ndarray
+        Positions in x, the groups one after the other.
+
+    Returns
+    -------
+    ndarray of shape (m,)
+        Summed from left to right, starting from 0.
+
+    Notes
+    -----
+    O(len(order) + m).
+    """
+    out = np.zeros(len(indptr) - 1, x.dtype)
+    for s in range(len(out)):
+        for p in range(indptr[s], indptr[s + 1]):
+            out[s] += x[order[p]]
+    return out
+
+
+def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0, first=False):
+    """One step of stochastic gradient descent, in place: p -= lr d.
+
+    Parameters
+    ----------
+    p : ndarray
+        The parameter, changed in place. C order.
+    g : ndarray like p
+        The gradient.
+    buf : ndarray like p, or None
+        The running mean of gradients, changed in place; None where momentum is 0.
+    lr, momentum, weight_decay : float
+    nesterov : bool
+    first : bool
+        True in the first step: `buf` then starts as a copy of the gradient.
+
+    Notes
+    -----
+    With d = g + weight_decay p: without momentum d is the direction; with momentum,
+    buf = momentum buf + d, and the direction is buf, or d + momentum buf for Nesterov. O(size).
+    """
+    scalar = p.dtype.type
+    lr, momentum, weight_decay = scalar(lr), scalar(momentum), scalar(weight_decay)
+    for at in np.ndindex(p.shape):
+        d = g[at]
+        if weight_decay != 0:
+            d = d + weight_decay * p[at]
+        if buf is not None:
+            buf[at] = d if first else momentum * buf[at] + d
+            d = d + momentum * buf[at] if nesterov else buf[at]
+        p[at] = p[at] - lr * d
+
+
+def adam_scalars(step, lr, beta1, beta2, eps, weight_decay, decoupled):
+    """Return the numbers of one Adam step that do not depend on the element, as floats.
+
+    They are: beta2, 1 - beta1, 1 - beta2, the step size lr / (1 - beta1**step),
+    sqrt(1 - beta2**step), eps, the L2 weight decay, and the factor of decoupled decay.
+    """
+    return (
+        beta2,
+        1 - beta1,
+        1 - beta2,
+        lr / (1 - beta1**step),
+        math.sqrt(1 - beta2**step),
+        eps,
+        0.0 if decoupled else weight_decay,
+        1 - lr * weight_decay if decoupled else 1.0,
+    )
+
+
+def adam(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False):
+    """One step of Adam (AdamW where `decoupled`), in place.
+
+    Parameters
+    ----------
+    p : ndarray
+        The parameter, changed in place. C order.
+    g : ndarray like p
+        The gradient.
+    m, v : ndarray like p
+        Running means of the gradient and of its square, changed in place.
+    step : int
+        1 in the first step.
+    lr, beta1, beta2, eps, weight_decay : float
+    decoupled : bool
+        False: weight_decay p is added to the gradient. True: p is first scaled by
+        1 - lr weight_decay.
+
+    Notes
+    -----
+    m += (1 - beta1) (g - m); v = beta2 v + (1 - beta2) g²;
+    p -= lr / (1 - beta1**step) · m / (sqrt(v) / sqrt(1 - beta2**step) + eps). O(size).
+
+    References
+    ----------
+    Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015. Loshchilov and Hutter,
+    "Decoupled weight decay regularization", ICLR 2019.
+    """
+    beta2, from_g, from_g2, size, root, eps, decay, keep = (
+        p.dtype.type(s) for s in adam_scalars(step, lr, beta1, beta2, eps, weight_decay, decoupled)
+    )
+    for at in np.ndindex(p.shape):
+        w, d = p[at] * keep, g[at]
+        if decay != 0:
+            d = d + decay * w
+        m[at] = m[at] + from_g * (d - m[at])
+        v[at] = beta2 * v[at] + from_g2 * d * d
+        p[at] = w - size * (m[at] / (np.sqrt(v[at]) / root + eps))
+
+
+def contiguous(x):
+    """Return x in C order, aligned and in native byte order: x itself if it already is."""
+    return np.require(x, x.dtype.newbyteorder("="), ["C", "A"])

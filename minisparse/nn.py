@@ -1,0 +1,467 @@
+"""Layers, losses and mini-batches."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from . import ops
+from .engine import Tensor, as_dtype, tensor
+from .pattern import Pattern, PatternMismatchError
+from .sparse import SparseParameter, matmul
+
+# ---------------------------------------------------------------------------------------- modules
+
+
+class Module:
+    """Base of layers and models: finds the parameters among its attributes.
+
+    A parameter is a leaf Tensor that requires grad, or a SparseParameter; it may be an attribute,
+    or stand in lists, tuples, dicts and modules that are attributes.  Subclasses define
+    ``forward``; call the module itself.
+
+    Examples
+    --------
+    >>> import minisparse as ms
+    >>> class Scale(ms.nn.Module):
+    ...     def __init__(self):
+    ...         self.factor = ms.tensor(2.0, requires_grad=True)
+    ...     def forward(self, x):
+    ...         return x * self.factor
+    >>> Scale()([1.0, 2.0])
+    tensor([2., 4.], op=multiply)
+    """
+
+    training = True
+
+    def forward(self, *args, **kwargs):
+        """Compute the module's output; subclasses say how."""
+        raise NotImplementedError(f"{type(self).__name__} defines no forward")
+
+    def __call__(self, *args, **kwargs):
+        return self.forward(*args, **kwargs)
+
+    def _members(self):
+        return vars(self).items()
+
+    def _walk(self):
+        """Yield (name, thing) for every module and parameter below, each once, in a fixed order."""
+        seen: set[int] = set()
+        stack: list[tuple[str, object]] = [("", self)]
+        while stack:
+            name, thing = stack.pop()
+            if isinstance(thing, (list, tuple)):
+                members = [(str(i), member) for i, member in enumerate(thing)]
+            elif isinstance(thing, (dict, Module)) and id(thing) not in seen:
+                members = list(thing._members() if isinstance(thing, Module) else thing.items())
+            elif isinstance(thing, (Tensor, SparseParameter)) and id(thing) not in seen:
+                members = []
+            else:
+                continue
+            seen.add(id(thing))
+            yield name, thing
+            prefix = f"{name}." if name else ""
+            stack.extend((f"{prefix}{n}", member) for n, member in reversed(members))
+
+    def named_parameters(self):
+        """Yield (dotted name, Tensor or SparseParameter), each parameter once."""
+        for name, thing in self._walk():
+            trained = isinstance(thing, Tensor) and thing.requires_grad and thing._node is None
+            if trained or isinstance(thing, SparseParameter):
+                yield name, thing
+
+    def parameters(self) -> list:
+        """Return the parameters, each once."""
+        return [p for _, p in self.named_parameters()]
+
+    def zero_grad(self):
+        """Set every parameter's gradient to None."""
+        for p in self.parameters():
+            p.grad = None
+
+    def train(self, mode=True):
+        """Put this module and those below into training mode; return it."""
+        for _, thing in self._walk():
+            if isinstance(thing, Module):
+                thing.training = mode
+        return self
+
+    def eval(self):
+        """Put this module and those below into evaluation mode; return it."""
+        return self.train(False)
+
+    def state_dict(self) -> dict:
+        """Return a copy of all parameters by name.
+
+        A Tensor gives an array, a SparseParameter a dict of its pattern, its free weights and, if
+        it has any, its constants.
+        """
+        return {
+            name: _sparse_state(p) if isinstance(p, SparseParameter) else p.data.copy()
+            for name, p in self.named_parameters()
+        }
+
+    def load_state_dict(self, state):
+        """Copy the numbers of :meth:`state_dict` into this module's parameters.
+
+        Raises
+        ------
+        ValueError
+            If names, shapes or constants differ; PatternMismatchError if a pattern does.  Nothing
+            has changed then.
+        """
+        own = dict(self.named_parameters())
+        if set(own) != set(state):
+            raise ValueError(f"load_state_dict: names differ: {sorted(set(own) ^ set(state))}")
+        writes = []
+        for name, p in own.items():
+            target, given = p, state[name]
+            if isinstance(p, SparseParameter):
+                mine = _sparse_state(p)
+                if not isinstance(given, dict) or set(given) != set(mine):
+                    raise ValueError(f"load_state_dict: {name} needs {sorted(mine)}")
+                if given["pattern"] != p.pattern:
+                    raise PatternMismatchError(
+                        f"load_state_dict: {name} has {p.pattern}, the state {given['pattern']}"
+                    )
+                if "constants" in mine and not _same_bits(given["constants"], mine["constants"]):
+                    raise ValueError(f"load_state_dict: {name} has other constants")
+                target, given = p.free, given["free"]
+            given = np.asarray(given)
+            if given.shape != target.shape or given.dtype.kind != "f":
+                raise ValueError(
+                    f"load_state_dict: {name} is {target.dtype} of shape {target.shape}, the state "
+                    f"{given.dtype} of shape {given.shape}"
+                )
+            writes.append((target, given))
+        for target, given in writes:
+            target.data = given
+
+
+def _sparse_state(p):
+    state = {"pattern": p.pattern, "free": p.free.data.copy()}
+    if p._base is not None:
+        state["constants"] = p._base[p._index_map.index < 0]
+    return state
+
+
+def _same_bits(a, b):
+    a = np.asarray(a)
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+# ------------------------------------------------------------------------------------------ layers
+
+
+def kaiming_uniform(weight, *, gain=2**0.5, rng=None):
+    """Fill a weight uniformly within ``± gain · sqrt(3 / fan_in)``, fan_in taken row by row.
+
+    Parameters
+    ----------
+    weight : SparseParameter, or Tensor of shape (out, in)
+        The free weights of a SparseParameter are filled; a tied one goes by its first entry's row.
+    gain : float
+        sqrt(2) keeps the variance through ReLU.
+    rng : None, int or numpy.random.Generator
+
+    References
+    ----------
+    He, Zhang, Ren and Sun, Delving deep into rectifiers, arXiv:1502.01852.
+    """
+    leaf, scale = _fan_in_scale(weight, gain)
+    leaf.data = scale * math.sqrt(3) * np.random.default_rng(rng).uniform(-1, 1, leaf.shape)
+
+
+def kaiming_normal(weight, *, gain=2**0.5, rng=None):
+    """Fill a weight from a normal distribution of deviation ``gain / sqrt(fan_in)``, row by row.
+
+    Parameters and reference as for :func:`kaiming_uniform`.
+    """
+    leaf, scale = _fan_in_scale(weight, gain)
+    leaf.data = scale * np.random.default_rng(rng).normal(size=leaf.shape)
+
+
+def _fan_in_scale(weight, gain):
+    """Return the leaf to fill and ``gain / sqrt(fan_in)`` for each of its numbers."""
+    if not isinstance(weight, SparseParameter):
+        return weight, gain / math.sqrt(max(weight.shape[1], 1))
+    rows = weight.pattern.rows
+    if weight._index_map is not None:
+        indptr, order = weight._index_map.segments
+        rows = rows[order[indptr[:-1]]]
+    return weight.free, gain / np.sqrt(np.maximum(weight.pattern.fan_in[rows], 1))
+
+
+class Linear(Module):
+    """``y = x Wᵀ + b`` with a dense weight.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+    bias : bool
+    dtype : float32 or float64
+    rng : None, int or numpy.random.Generator
+        Weight and bias start uniformly within ``± 1 / sqrt(in_features)``.
+
+    Attributes
+    ----------
+    weight : Tensor of shape (out_features, in_features)
+    bias : Tensor of shape (out_features,) or None
+    """
+
+    def __init__(self, in_features, out_features, *, bias=True, dtype=np.float32, rng=None):
+        rng = np.random.default_rng(rng)
+        zeros = np.zeros((out_features, in_features), as_dtype(dtype))
+        self.weight = tensor(zeros, requires_grad=True)
+        kaiming_uniform(self.weight, gain=math.sqrt(1 / 3), rng=rng)
+        self.bias = None
+        if bias:
+            bound = 1 / math.sqrt(max(in_features, 1))
+            self.bias = tensor(
+                rng.uniform(-bound, bound, out_features), requires_grad=True, dtype=dtype
+            )
+
+    def forward(self, x):
+        y = matmul(x, self.weight.T)
+        return y if self.bias is None else y + self.bias
+
+
+class SparseLinear(Module):
+    """``y = x Wᵀ + b`` with a weight that exists only on a pattern.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+    pattern : Pattern of shape (out_features, in_features), optional
+    density : float, optional
+        Draw a random pattern with this fraction of entries.
+    fan_in : int, optional
+        Draw a random pattern with so many entries in each row.
+    weight : SparseParameter of shape (out_features, in_features), optional
+        Used as it is (frozen, tied, anything); the bias takes its dtype.
+    bias : bool
+    dtype : float32 or float64
+    rng : None, int or numpy.random.Generator
+        For the pattern, and the start within ``± 1 / sqrt(fan_in of the row)``.
+
+    Attributes
+    ----------
+    weight : SparseParameter of shape (out_features, in_features)
+    bias : Tensor of shape (out_features,) or None
+
+    Raises
+    ------
+    ValueError
+        Unless exactly one of pattern, density, fan_in and weight is given, of the right shape.
+
+    Notes
+    -----
+    Inputs are (..., in_features).  The output is held feature-major: its transpose is in C order,
+    so a chain of such layers copies nothing.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import minisparse as ms
+    >>> layer = ms.nn.SparseLinear(1000, 500, fan_in=10, rng=0)
+    >>> layer.weight.nnz
+    5000
+    >>> layer(np.ones((4, 1000))).shape
+    (4, 500)
+    """
+
+    def __init__(
+        self,
+        in_features,
+        out_features,
+        *,
+        pattern=None,
+        density=None,
+        fan_in=None,
+        weight=None,
+        bias=True,
+        dtype=np.float32,
+        rng=None,
+    ):
+        given = [a is not None for a in (pattern, density, fan_in, weight)]
+        if sum(given) != 1:
+            raise ValueError("SparseLinear: give one of pattern, density, fan_in, weight")
+        rng, shape = np.random.default_rng(rng), (out_features, in_features)
+        if weight is not None:
+            if not isinstance(weight, SparseParameter):
+                raise TypeError(f"SparseLinear: weight is a {type(weight).__name__}")
+            pattern, dtype = weight.pattern, weight.dtype
+        elif pattern is None:
+            pattern = Pattern.random(shape, density=density, fan_in=fan_in, rng=rng)
+        if pattern.shape != shape:
+            raise ValueError(f"SparseLinear: a pattern of {pattern.shape} for {shape}")
+        if weight is None:
+            weight = SparseParameter((pattern, np.zeros(pattern.nnz, as_dtype(dtype))))
+            kaiming_uniform(weight, gain=math.sqrt(1 / 3), rng=rng)
+        self.weight = weight
+        self.bias = None
+        if bias:
+            bound = 1 / np.sqrt(np.maximum(pattern.fan_in, 1))
+            self.bias = tensor(rng.uniform(-bound, bound), requires_grad=True, dtype=dtype)
+
+    @classmethod
+    def from_linear(cls, linear, *, keep):
+        """Keep the weights of largest magnitude of a :class:`Linear`: a count or a fraction."""
+        out_features, in_features = linear.weight.shape
+        weight = SparseParameter.prune(linear.weight.data, keep=keep)
+        self = cls(in_features, out_features, weight=weight, bias=False)
+        if linear.bias is not None:
+            self.bias = tensor(linear.bias.data, requires_grad=True)
+        return self
+
+    def forward(self, x):
+        y = matmul(x, self.weight.T)
+        return y if self.bias is None else y + self.bias
+
+
+class Sequential(Module):
+    """Apply modules (or plain functions) one after the other.
+
+    Examples
+    --------
+    >>> import minisparse as ms
+    >>> net = ms.nn.Sequential(ms.nn.Linear(3, 2, rng=0), ms.nn.ReLU())
+    >>> [name for name, _ in net.named_parameters()]
+    ['0.weight', '0.bias']
+    """
+
+    def __init__(self, *modules):
+        self.modules = list(modules)
+
+    def _members(self):
+        return [(str(i), module) for i, module in enumerate(self.modules)]
+
+    def __getitem__(self, i):
+        return self.modules[i]
+
+    def __len__(self):
+        return len(self.modules)
+
+    def forward(self, x):
+        for module in self.modules:
+            x = module(x)
+        return x
+
+
+class ReLU(Module):
+    """``max(x, 0)`` as a module."""
+
+    def forward(self, x):
+        return ops.relu(x)
+
+
+class Tanh(Module):
+    """The hyperbolic tangent as a module."""
+
+    def forward(self, x):
+        return ops.tanh(x)
+
+
+class Sigmoid(Module):
+    """``1 / (1 + exp(-x))`` as a module."""
+
+    def forward(self, x):
+        return ops.sigmoid(x)
+
+
+# ------------------------------------------------------------------------------------------ losses
+
+
+def _reduced(losses, reduction):
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r} is none of 'mean', 'sum', 'none'")
+    if reduction == "none":
+        return losses
+    return ops.mean(losses) if reduction == "mean" else ops.sum(losses)
+
+
+def mse_loss(prediction, target, *, reduction="mean"):
+    """Return the mean of ``(prediction - target) ** 2``.
+
+    Parameters
+    ----------
+    prediction, target : Tensor or array_like of one shape
+    reduction : {"mean", "sum", "none"}
+
+    Raises
+    ------
+    ValueError
+        If the shapes differ: they are not broadcast.
+    """
+    if np.shape(prediction) != np.shape(target):
+        raise ValueError(
+            f"mse_loss: prediction of shape {np.shape(prediction)}, target {np.shape(target)}"
+        )
+    return _reduced(ops.square(ops.subtract(prediction, target)), reduction)
+
+
+def cross_entropy(logits, labels, *, reduction="mean"):
+    """Return the mean of ``-log softmax(logits)[label]``; never overflows.
+
+    Parameters
+    ----------
+    logits : Tensor or array_like of shape (..., n_classes)
+    labels : array_like of int, shape (...)
+        Between 0 and n_classes - 1.
+    reduction : {"mean", "sum", "none"}
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit, or a label is out of range.
+    TypeError
+        If labels are not integers.
+
+    Examples
+    --------
+    >>> import minisparse as ms
+    >>> logits = ms.tensor([[-431.0, 279.0, 427.0]], requires_grad=True)
+    >>> loss = ms.nn.cross_entropy(logits, [0])
+    >>> loss.backward()
+    >>> loss.item(), logits.grad.tolist()
+    (858.0, [[-1.0, 0.0, 1.0]])
+    """
+    labels, shape = np.array(labels), np.shape(logits)
+    if labels.dtype.kind not in "iu" and labels.size:
+        raise TypeError(f"cross_entropy: labels of dtype {labels.dtype}, it takes class numbers")
+    if not shape or labels.shape != shape[:-1]:
+        raise ValueError(f"cross_entropy: labels of shape {labels.shape} for logits {shape}")
+    if labels.size and not (labels.min() >= 0 and labels.max() < shape[-1]):
+        raise ValueError(
+            f"cross_entropy: labels from {labels.min()} to {labels.max()}, {shape[-1]} classes"
+        )
+    picked = ops.take_along_axis(ops.log_softmax(logits), labels[..., None].astype(np.intp))
+    return _reduced(-ops.squeeze(picked, axis=-1), reduction)
+
+
+def batches(x, y, batch_size, *, rng=None):
+    """Yield shuffled mini-batches ``(x[rows], y[rows])``; the last one may be smaller.
+
+    Parameters
+    ----------
+    x, y : ndarray of equal length
+    batch_size : int
+    rng : None, int or numpy.random.Generator
+
+    Raises
+    ------
+    ValueError
+        If the lengths differ, or `batch_size` is not positive.
+    """
+    x, y = np.asarray(x), np.asarray(y)
+    if len(x) != len(y):
+        raise ValueError(f"batches: {len(x)} rows of x, {len(y)} of y")
+    if batch_size < 1:
+        raise ValueError(f"batches: batch_size={batch_size} is not positive")
+    order = np.random.default_rng(rng).permutation(len(x))
+    return ((x[rows], y[rows]) for rows in _pieces(order, batch_size))
+
+
+def _pieces(order, size):
+    return (order[i : i + size] for i in range(0, len(order), size))

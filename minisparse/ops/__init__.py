@@ -1,0 +1,238 @@
+"""The dense operations, and what makes a Tensor speak Python's operators and NumPy's protocol."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import numpy as np
+
+from ..engine import Tensor, as_dtype, is_grad_enabled
+from .elementwise import (
+    absolute,
+    add,
+    arctan,
+    clip,
+    cos,
+    divide,
+    erf,
+    exp,
+    expm1,
+    gelu,
+    leaky_relu,
+    log,
+    log1p,
+    maximum,
+    minimum,
+    multiply,
+    negative,
+    power,
+    relu,
+    sigmoid,
+    sign,
+    sin,
+    softplus,
+    sqrt,
+    square,
+    subtract,
+    tan,
+    tanh,
+    where,
+)
+from .products import dot, matmul
+from .reductions import log_softmax, logsumexp, max, mean, min, norm, softmax, std, sum, var
+from .shapes import (
+    astype,
+    broadcast_to,
+    concatenate,
+    expand_dims,
+    getitem,
+    index_add,
+    ravel,
+    raw,
+    reshape,
+    scatter,
+    select_items,
+    split,
+    squeeze,
+    stack,
+    sum_to,
+    take,
+    take_along_axis,
+    transpose,
+)
+
+__all__ = [
+    "absolute", "add", "arctan", "astype", "broadcast_to", "clip", "concatenate", "cos", "divide",
+    "dot", "erf", "exp", "expand_dims", "expm1", "gelu", "getitem", "index_add", "leaky_relu",
+    "log", "log1p", "log_softmax", "logsumexp", "matmul", "max", "maximum", "mean", "min",
+    "minimum", "multiply", "negative", "norm", "power", "ravel", "relu", "reshape", "scatter",
+    "sigmoid", "sign", "sin", "softmax", "softplus", "split", "sqrt", "square", "squeeze",
+    "stack", "std", "subtract", "sum", "sum_to", "take", "take_along_axis", "tan", "tanh",
+    "transpose", "var", "where",
+]  # fmt: skip
+
+# ------------------------------------------------------------------------------------ operators
+
+
+def bind_operator(name, function):
+    """Bind ``x op y`` and ``y op x`` on Tensors to a function of two operands."""
+    setattr(Tensor, f"__{name}__", lambda self, other: function(self, other))
+    setattr(Tensor, f"__r{name}__", lambda self, other: function(other, self))
+
+    def inplace(self, other):
+        if is_grad_enabled():
+            if self._requires_grad and self._node is None:
+                raise RuntimeError(
+                    "a leaf that requires grad is changed in place only under `with ms.no_grad():`"
+                )
+            return function(self, other)
+        self._overwrite(..., function(self.detach(), other))
+        return self
+
+    setattr(Tensor, f"__i{name}__", inplace)
+
+
+for _name, _function in {
+    "add": add,
+    "sub": subtract,
+    "mul": multiply,
+    "truediv": divide,
+    "pow": power,
+    "matmul": matmul,
+}.items():
+    bind_operator(_name, _function)
+
+
+def _compare(ufunc):
+    return lambda self, other: ufunc(self._data, raw(other))
+
+
+def _setitem(self, key, value):
+    if is_grad_enabled():
+        raise RuntimeError(
+            "t[...] = a changes a Tensor in place, only under `with ms.no_grad():`; "
+            "ms.where and ms.index_add are the differentiable ways"
+        )
+    self._overwrite(key, value)
+
+
+def _iterate(self):
+    return (self[i] for i in range(len(self)))
+
+
+def _method(function):
+    @functools.wraps(function)
+    def method(self, *args, **kwargs):
+        return function(self, *args, **kwargs)
+
+    return method
+
+
+for _name, _value in {
+    "__neg__": lambda self: negative(self),
+    "__pos__": lambda self: self,
+    "__abs__": lambda self: absolute(self),
+    "__getitem__": lambda self, key: select_items(self, key),
+    "__setitem__": _setitem,
+    "__iter__": _iterate,
+    "__lt__": _compare(np.less),
+    "__le__": _compare(np.less_equal),
+    "__gt__": _compare(np.greater),
+    "__ge__": _compare(np.greater_equal),
+    "__eq__": _compare(np.equal),
+    "__ne__": _compare(np.not_equal),
+    "T": property(lambda self: transpose(self)),
+    "astype": lambda self, dtype: astype(self, dtype=as_dtype(dtype)),
+    "reshape": lambda self, *shape: reshape(self, shape=shape[0] if len(shape) == 1 else shape),
+    "transpose": lambda self, *axes: transpose(
+        self, axes=(axes[0] if len(axes) == 1 else axes) or None
+    ),
+    **{
+        f.__name__: _method(f)
+        for f in (sum, mean, var, std, max, min, clip, ravel, squeeze, dot, take)
+    },
+}.items():
+    setattr(Tensor, _name, _value)
+
+# ----------------------------------------------------------------------------- NumPy's protocol
+
+_RECORDED = {
+    getattr(np, f.__name__): f
+    for f in (
+        absolute, add, arctan, clip, cos, divide, dot, exp, expm1, log, log1p, matmul, max,
+        maximum, mean, min, minimum, multiply, negative, power, ravel, reshape, sign, sin, split,
+        sqrt, square, squeeze, stack, std, subtract, sum, take, take_along_axis, tan, tanh,
+        transpose, var, where, broadcast_to, concatenate, expand_dims,
+    )
+} | {np.linalg.norm: norm, np.float_power: power, np.positive: lambda x: x}  # fmt: skip
+
+_PLAIN = {
+    np.isfinite, np.isnan, np.isinf, np.signbit, np.less, np.less_equal, np.greater,
+    np.greater_equal, np.equal, np.not_equal, np.logical_and, np.logical_or, np.logical_not,
+    np.logical_xor, np.argmax, np.argmin, np.argsort, np.argwhere, np.argpartition, np.shape,
+    np.ndim, np.size, np.nonzero, np.flatnonzero, np.count_nonzero, np.any, np.all, np.allclose,
+    np.isclose, np.array_equal, np.array_equiv, np.searchsorted, np.digitize, np.shares_memory,
+    np.may_share_memory, np.iscomplexobj, np.isrealobj, np.iscomplex, np.isreal, np.isneginf,
+    np.isposinf, np.result_type, np.can_cast, np.array2string, np.array_repr, np.array_str,
+    np.nanargmax, np.nanargmin,
+}  # fmt: skip
+
+
+def _plain(value):
+    """Replace the Tensors in a call's arguments by their numbers."""
+    if isinstance(value, Tensor):
+        return value.data
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(v) for v in value)
+    return value
+
+
+def _refuse(function, why="has no gradient rule"):
+    name = getattr(function, "__name__", function)
+    return TypeError(
+        f"numpy.{name} {why} here: use t.numpy() for the plain numbers, and ms.matmul(A, t) or "
+        "ms.multiply(A, t) to combine a Tensor with a SciPy matrix"
+    )
+
+
+def _array_ufunc(self, ufunc, method, *inputs, **kwargs):
+    if method == "__call__":
+        if ufunc in _PLAIN:
+            return ufunc(*_plain(inputs), **kwargs)
+        if kwargs:
+            raise _refuse(ufunc, f"with {', '.join(kwargs)}= would lose the gradient, so it is out")
+        if ufunc in _RECORDED:
+            return _RECORDED[ufunc](*inputs)
+    raise _refuse(ufunc if method == "__call__" else f"{ufunc.__name__}.{method}")
+
+
+@functools.cache
+def _names(function):
+    """List the parameters of a NumPy function; none where it does not say."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except ValueError:
+        return []
+
+
+def _array_function(self, function, types, args, kwargs):
+    if function in _PLAIN:
+        return function(*_plain(args), **{name: _plain(v) for name, v in kwargs.items()})
+    if function not in _RECORDED:
+        raise _refuse(function)
+    # NumPy's order of optional parameters is not always ours: pass them by name.
+    names, own = _names(function), _RECORDED[function]
+    first = 2 if function in (np.dot, np.where) else 1
+    for name, value in zip(names[first:], args[first:], strict=False):
+        kwargs = {**kwargs, name: value}
+    if names:
+        args = args[:first] or (kwargs.pop(names[0]),)
+    unknown = set(kwargs) - set(inspect.signature(own).parameters)
+    if unknown:
+        raise _refuse(function, f"with {', '.join(sorted(unknown))}= has no gradient rule")
+    return own(*args, **kwargs)
+
+
+Tensor.__array_ufunc__ = _array_ufunc  # type: ignore[attr-defined]
+Tensor.__array_function__ = _array_function  # type: ignore[attr-defined]

@@ -1,0 +1,415 @@
+"""Elementwise primitives, each with its rule right below it.  All broadcast as NumPy does."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..engine import Tensor, primitive
+from .shapes import fold
+
+# ------------------------------------------------------------------------------------ arithmetic
+
+
+@primitive
+def add(x, y):
+    """Return ``x + y``."""
+    return np.add(x, y)
+
+
+@add.vjp
+def _(g, need, x_shape, y_shape):
+    return fold(g, x_shape) if need[0] else None, fold(g, y_shape) if need[1] else None
+
+
+@primitive
+def subtract(x, y):
+    """Return ``x - y``."""
+    return np.subtract(x, y)
+
+
+@subtract.vjp
+def _(g, need, x_shape, y_shape):
+    return fold(g, x_shape) if need[0] else None, fold(-g, y_shape) if need[1] else None
+
+
+@primitive
+def multiply(x, y):
+    """Return ``x * y``."""
+    return np.multiply(x, y)
+
+
+@multiply.vjp(x=1, y=0)
+def _(g, need, x, y, x_shape, y_shape):
+    return fold(g * y, x_shape) if need[0] else None, fold(g * x, y_shape) if need[1] else None
+
+
+@primitive
+def divide(x, y):
+    """Return ``x / y``.
+
+    Notes
+    -----
+    Where a zero divisor is to be masked out, mask it before dividing and again after:
+    ``ms.where(d > 0, x / ms.where(d > 0, d, 1), 0)``.  Masking only the result leaves 0 times
+    infinity in the gradient, which is NaN.
+    """
+    return np.divide(x, y)
+
+
+@divide.vjp(out=1)
+def _(g, need, y, out, x_shape, y_shape):
+    dx = g / y
+    return fold(dx, x_shape) if need[0] else None, fold(-dx * out, y_shape) if need[1] else None
+
+
+@primitive
+def power(x, y):
+    """Return ``x ** y``; the exponent's gradient at ``0 ** y`` is 0 for y ≥ 0."""
+    return np.power(x, y)
+
+
+@power.vjp(out=1)
+def _(g, need, x, y, out, x_shape, y_shape):
+    dx = dy = None
+    if need[0]:
+        dx = fold(g * y * power(x, where(y == 0, 1.0, y - 1)), x_shape)
+    if need[1]:
+        flat = (x == 0) & (y >= 0)
+        dy = fold(where(flat, 0.0, g * out * log(where(flat, 1.0, x))), y_shape)
+    return dx, dy
+
+
+@primitive
+def negative(x):
+    """Return ``-x``."""
+    return np.negative(x)
+
+
+@negative.vjp
+def _(g, need):
+    return -g
+
+
+@primitive
+def absolute(x):
+    """Return ``|x|``; the gradient at 0 is 0."""
+    return np.absolute(x)
+
+
+@absolute.vjp
+def _(g, need, x):
+    return g * sign(x)
+
+
+@primitive
+def sign(x):
+    """Return -1, 0 or 1; the gradient is 0 everywhere."""
+    return np.sign(x)
+
+
+@sign.vjp
+def _(g, need, x_shape):
+    return np.zeros_like(g.data, shape=x_shape) if isinstance(g, Tensor) else np.zeros_like(g)
+
+
+# --------------------------------------------------------------------- exponentials and powers
+
+
+@primitive
+def exp(x):
+    """Return ``e ** x``."""
+    return np.exp(x)
+
+
+@exp.vjp
+def _(g, need, out):
+    return g * out
+
+
+@primitive
+def expm1(x):
+    """Return ``e ** x - 1``, exact near 0."""
+    return np.expm1(x)
+
+
+@expm1.vjp
+def _(g, need, out):
+    return g * (out + 1)
+
+
+@primitive
+def log(x):
+    """Return the natural logarithm of `x`."""
+    return np.log(x)
+
+
+@log.vjp
+def _(g, need, x):
+    return g / x
+
+
+@primitive
+def log1p(x):
+    """Return ``log(1 + x)``, exact near 0."""
+    return np.log1p(x)
+
+
+@log1p.vjp
+def _(g, need, x):
+    return g / (x + 1)
+
+
+@primitive
+def sqrt(x):
+    """Return the square root of `x`; the gradient at 0 is infinite."""
+    return np.sqrt(x)
+
+
+@sqrt.vjp
+def _(g, need, out):
+    return g * 0.5 / out
+
+
+@primitive
+def square(x):
+    """Return ``x * x``."""
+    return np.square(x)
+
+
+@square.vjp
+def _(g, need, x):
+    return g * x * 2
+
+
+# ------------------------------------------------------------------------------ trigonometry
+
+
+@primitive
+def sin(x):
+    """Return the sine of `x` in radians."""
+    return np.sin(x)
+
+
+@sin.vjp
+def _(g, need, x):
+    return g * cos(x)
+
+
+@primitive
+def cos(x):
+    """Return the cosine of `x` in radians."""
+    return np.cos(x)
+
+
+@cos.vjp
+def _(g, need, x):
+    return -g * sin(x)
+
+
+@primitive
+def tan(x):
+    """Return the tangent of `x` in radians."""
+    return np.tan(x)
+
+
+@tan.vjp
+def _(g, need, out):
+    return g * (out * out + 1)
+
+
+@primitive
+def arctan(x):
+    """Return the inverse tangent of `x`, in radians."""
+    return np.arctan(x)
+
+
+@arctan.vjp
+def _(g, need, x):
+    return g / (x * x + 1)
+
+
+@primitive
+def tanh(x):
+    """Return the hyperbolic tangent of `x`."""
+    return np.tanh(x)
+
+
+@tanh.vjp
+def _(g, need, out):
+    return g * (1 - out * out)
+
+
+# ------------------------------------------------------------------------------ activations
+
+
+@primitive
+def sigmoid(x):
+    """Return ``1 / (1 + exp(-x))``; never overflows."""
+    from scipy.special import expit
+
+    return expit(x)
+
+
+@sigmoid.vjp
+def _(g, need, out):
+    return g * out * (1 - out)
+
+
+@primitive
+def softplus(x):
+    """Return ``log(1 + exp(x))``; never overflows."""
+    return np.logaddexp(x, 0.0)
+
+
+@softplus.vjp
+def _(g, need, x):
+    return g * sigmoid(x)
+
+
+@primitive
+def relu(x):
+    """Return ``max(x, 0)``; the gradient at 0 is 0."""
+    return np.maximum(x, 0.0)
+
+
+@relu.vjp
+def _(g, need, out):
+    return where(out > 0, g, 0.0)
+
+
+@primitive
+def leaky_relu(x, *, negative_slope=0.01):
+    """Return `x` where positive, ``negative_slope * x`` elsewhere (also the slope at 0)."""
+    return np.where(x > 0, x, x * negative_slope)
+
+
+@leaky_relu.vjp
+def _(g, need, x, negative_slope):
+    return where(x > 0, g, g * negative_slope)
+
+
+@primitive
+def erf(x):
+    """Return the error function of `x`."""
+    from scipy.special import erf
+
+    return erf(x)
+
+
+@erf.vjp
+def _(g, need, x):
+    return g * (2 / math.sqrt(math.pi)) * exp(-x * x)
+
+
+@primitive
+def gelu(x):
+    """Return ``x Φ(x)`` with Φ the normal distribution function (the erf form).
+
+    References
+    ----------
+    Hendrycks and Gimpel, Gaussian Error Linear Units, arXiv:1606.08415.
+    """
+    return x * (0.5 * erf(x * math.sqrt(0.5)) + 0.5)
+
+
+@gelu.vjp
+def _(g, need, x):
+    density = exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi))
+    return g * (erf(x * math.sqrt(0.5)) * 0.5 + 0.5 + x * density)
+
+
+# ------------------------------------------------------------------------------ selection
+
+
+@primitive
+def _where(x, y, *, condition):
+    return np.where(condition, x, y)
+
+
+@_where.vjp
+def _(g, need, x_shape, y_shape, condition):
+    return (
+        fold(_where(g, 0.0, condition=condition), x_shape) if need[0] else None,
+        fold(_where(0.0, g, condition=condition), y_shape) if need[1] else None,
+    )
+
+
+def where(condition, x, y):
+    """Return `x` where `condition` holds, else `y`; the gradient goes to what was chosen.
+
+    Parameters
+    ----------
+    condition : array_like of bool
+        Not differentiated.
+    x, y : Tensor or array_like
+
+    Notes
+    -----
+    A NaN or infinity in the branch that is not chosen still spoils the gradient if it came from a
+    division; see :func:`divide` for the safe way.
+
+    Examples
+    --------
+    >>> import minisparse as ms
+    >>> x = ms.tensor([0.0, 1.0], requires_grad=True)
+    >>> d = ms.tensor([0.0, 2.0])
+    >>> y = ms.where(d > 0, x / ms.where(d > 0, d, 1), 0)
+    >>> y.sum().backward()
+    >>> x.grad
+    array([0. , 0.5])
+    """
+    condition = condition.data if isinstance(condition, Tensor) else condition
+    return _where(x, y, condition=condition)
+
+
+def _share(x, y, chosen):
+    """Return 1 where x is chosen, 1/2 at ties: how maximum and minimum divide a gradient."""
+    return np.where(x == y, 0.5, chosen).astype(x.dtype)
+
+
+@primitive
+def maximum(x, y):
+    """Return the larger of `x` and `y`; ties share the gradient equally."""
+    return np.maximum(x, y)
+
+
+@maximum.vjp
+def _(g, need, x, y, x_shape, y_shape):
+    share = _share(x, y, x > y)
+    return (
+        fold(g * share, x_shape) if need[0] else None,
+        fold(g * (1 - share), y_shape) if need[1] else None,
+    )
+
+
+@primitive
+def minimum(x, y):
+    """Return the smaller of `x` and `y`; ties share the gradient equally."""
+    return np.minimum(x, y)
+
+
+@minimum.vjp
+def _(g, need, x, y, x_shape, y_shape):
+    share = _share(x, y, x < y)
+    return (
+        fold(g * share, x_shape) if need[0] else None,
+        fold(g * (1 - share), y_shape) if need[1] else None,
+    )
+
+
+@primitive
+def clip(x, *, a_min=None, a_max=None):
+    """Limit `x` to [a_min, a_max]; the gradient passes inside and at the bounds."""
+    return np.clip(x, a_min, a_max)
+
+
+@clip.vjp
+def _(g, need, x, x_shape, a_min, a_max):
+    inside = np.ones(g.shape, dtype=bool)
+    if a_min is not None:
+        inside &= x >= a_min
+    if a_max is not None:
+        inside &= x <= a_max
+    return fold(where(inside, g, 0.0), x_shape)

@@ -1,0 +1,56 @@
+"""Dense products."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..engine import primitive
+from .elementwise import multiply
+from .shapes import fold, raw, reshape, transpose
+
+
+@primitive
+def matmul(x, y):
+    """Return ``x @ y`` of dense operands, with NumPy's rules for vectors and stacks."""
+    return np.matmul(x, y)
+
+
+@matmul.vjp(x=1, y=0)
+def _(g, need, x, y, x_shape, y_shape):
+    # A vector is a matrix of one row (on the left) or one column (on the right).
+    g_shape = g.shape[: len(g.shape) - (len(x_shape) > 1) - (len(y_shape) > 1)]
+    rows = x_shape[-2:-1] or (1,)
+    columns = y_shape[-1:] if len(y_shape) > 1 else (1,)
+    g = reshape(g, shape=g_shape + rows + columns)
+    dx = dy = None
+    if need[0]:
+        y = reshape(y, shape=(-1, 1)) if len(y_shape) == 1 else y
+        dx = reshape(fold(matmul(g, _swapped(y)), _matrix(x_shape, 0)), shape=x_shape)
+    if need[1]:
+        x = reshape(x, shape=(1, -1)) if len(x_shape) == 1 else x
+        dy = reshape(fold(matmul(_swapped(x), g), _matrix(y_shape, 1)), shape=y_shape)
+    return dx, dy
+
+
+def _matrix(shape, side):
+    """Return the shape of a factor with a vector made a row (side 0) or a column (side 1)."""
+    if len(shape) > 1:
+        return shape
+    return (1, *shape) if side == 0 else (*shape, 1)
+
+
+def _swapped(x):
+    return transpose(x, axes=(*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
+
+
+def dot(x, y):
+    """Return the product of `x` and `y` as :func:`numpy.dot`: sums over the last axis of `x`."""
+    x_shape, y_shape = raw(x).shape, raw(y).shape
+    if not x_shape or not y_shape:
+        return multiply(x, y)
+    if len(y_shape) < 3:
+        return matmul(x, y)
+    last, n = len(y_shape) - 2, y_shape[-2]
+    rest = y_shape[:last] + y_shape[last + 1 :]
+    flat = transpose(y, axes=(last, *range(last), last + 1))
+    return reshape(matmul(x, reshape(flat, shape=(n, -1))), shape=x_shape[:-1] + rest)

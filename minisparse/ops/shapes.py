@@ -1,0 +1,273 @@
+"""Primitives that move numbers about: shapes, views, joins, and indexing with its adjoint."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+
+import numpy as np
+from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
+
+from ..engine import Tensor, primitive, wrap
+
+
+def raw(x):
+    """Return the array under a Tensor; anything else as an array, undifferentiated."""
+    return x._data if isinstance(x, Tensor) else np.asarray(x)
+
+
+@primitive
+def reshape(x, *, shape):
+    """Give `x` another shape of the same size, as :func:`numpy.reshape` in C order.
+
+    Parameters
+    ----------
+    x : Tensor or array_like
+    shape : int or tuple of int
+        One entry may be -1.
+    """
+    return np.reshape(x, shape)
+
+
+@reshape.vjp
+def _(g, need, x_shape):
+    return reshape(g, shape=x_shape)
+
+
+def ravel(x):
+    """Flatten `x` in C order, as :func:`numpy.ravel`."""
+    return reshape(x, shape=(-1,))
+
+
+def squeeze(x, axis=None):
+    """Drop axes of length one, as :func:`numpy.squeeze`."""
+    return reshape(x, shape=np.squeeze(raw(x), axis).shape)
+
+
+def expand_dims(x, axis):
+    """Insert axes of length one, as :func:`numpy.expand_dims`."""
+    return reshape(x, shape=np.expand_dims(raw(x), axis).shape)
+
+
+@primitive
+def transpose(x, *, axes=None):
+    """Permute the axes of `x`, as :func:`numpy.transpose`; the default reverses them."""
+    return np.transpose(x, axes)
+
+
+@transpose.vjp
+def _(g, need, axes):
+    if axes is None:
+        return transpose(g)
+    return transpose(g, axes=tuple(np.argsort(normalize_axis_tuple(axes, g.ndim))))
+
+
+@primitive
+def broadcast_to(x, *, shape):
+    """Repeat `x` to `shape` by NumPy's rules, as a read-only view that stores nothing."""
+    return np.broadcast_to(x, shape)
+
+
+@broadcast_to.vjp
+def _(g, need, x_shape):
+    return fold(g, x_shape)
+
+
+@primitive
+def sum_to(x, *, shape):
+    """Sum `x` down to `shape`: the adjoint of broadcasting from `shape`."""
+    lead = x.ndim - len(shape)
+    axes = [i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1]
+    return np.sum(x, axis=(*range(lead), *axes), keepdims=True).reshape(shape)
+
+
+@sum_to.vjp
+def _(g, need, x_shape):
+    return broadcast_to(g, shape=x_shape)
+
+
+def fold(g, shape):
+    """Bring the gradient of a broadcast operand back to the operand's own shape."""
+    return g if g.shape == shape else sum_to(g, shape=shape)
+
+
+@primitive
+def astype(x, *, dtype):
+    """Bring `x` to float32 or float64; the gradient comes back in the dtype of `x`."""
+    return x.astype(dtype)
+
+
+@astype.vjp
+def _(g, need):
+    return g  # the engine brings every gradient to its operand's dtype
+
+
+# ---------------------------------------------------------------------------- joining and splitting
+
+
+@primitive
+def _concatenate(*xs, axis):
+    return np.concatenate(xs, axis=axis)
+
+
+@_concatenate.vjp
+def _(g, need, xs_shape, axis):
+    axis = normalize_axis_index(axis, g.ndim)
+    ends = np.cumsum([shape[axis] for shape in xs_shape]).tolist()
+    lead = (slice(None),) * axis
+    return tuple(
+        getitem(g, key=(*lead, slice(end - shape[axis], end))) if needed else None
+        for needed, shape, end in zip(need, xs_shape, ends, strict=True)
+    )
+
+
+def concatenate(arrays, axis=0):
+    """Join a sequence of Tensors or arrays along an axis, as :func:`numpy.concatenate`."""
+    if axis is None:
+        arrays, axis = [ravel(a) for a in arrays], 0
+    return _concatenate(*arrays, axis=axis)
+
+
+def stack(arrays, axis=0):
+    """Join a sequence of Tensors or arrays along a new axis, as :func:`numpy.stack`.
+
+    Examples
+    --------
+    >>> import minisparse as ms
+    >>> x = ms.tensor([1.0, 2.0])
+    >>> ms.stack([x, 2 * x])
+    tensor([[1., 2.],
+            [2., 4.]])
+    """
+    arrays = list(arrays)
+    shapes = {raw(a).shape for a in arrays}
+    if len(shapes) != 1:
+        raise ValueError(f"stack: needs one common shape, got {sorted(shapes)}")
+    return concatenate([expand_dims(a, axis) for a in arrays], axis)
+
+
+def split(x, indices_or_sections, axis=0):
+    """Cut `x` into a list of pieces along an axis, as :func:`numpy.split`."""
+    axis = normalize_axis_index(axis, raw(x).ndim)
+    n = raw(x).shape[axis]
+    if np.ndim(indices_or_sections):
+        cuts = [0, *map(operator.index, indices_or_sections), n]
+    else:
+        sections = operator.index(indices_or_sections)
+        if sections <= 0 or n % sections:
+            raise ValueError(f"split: {n} rows do not divide into {sections} equal pieces")
+        cuts = list(range(0, n + 1, n // sections)) if n else [0] * (sections + 1)
+    lead = (slice(None),) * axis
+    return [getitem(x, key=(*lead, slice(a, b))) for a, b in itertools.pairwise(cuts)]
+
+
+# ------------------------------------------------------------------------------------- indexing
+
+
+def _basic(key):
+    """Tell whether a key picks a view, so that no entry can be named twice."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return all(
+        k is None or k is Ellipsis or isinstance(k, (slice, int, np.integer)) for k in parts
+    ) and not any(isinstance(k, bool) for k in parts)
+
+
+def _own(key):
+    """Copy the index arrays of a key: the caller may change his before the gradient is taken."""
+    if isinstance(key, tuple):
+        return tuple(_own(k) for k in key)
+    if isinstance(key, Tensor):
+        raise TypeError("getitem: a Tensor is not an index; use an array of integers or booleans")
+    return np.array(key) if isinstance(key, (list, np.ndarray)) else key
+
+
+@primitive
+def getitem(x, *, key):
+    """Return ``x[key]`` for any NumPy key: slices, integers, index arrays, boolean masks."""
+    return x[key]
+
+
+@getitem.vjp
+def _(g, need, key, x_shape):
+    return scatter(g, key=key, shape=x_shape)
+
+
+@primitive
+def scatter(x, *, key, shape):
+    """Add `x` into zeros of `shape` at ``[key]``: the adjoint of :func:`getitem`."""
+    out = np.zeros_like(x, shape=shape)
+    if _basic(key):
+        out[key] = x
+    else:
+        np.add.at(out, key, x)
+    return out
+
+
+@scatter.vjp
+def _(g, need, key):
+    return getitem(g, key=key)
+
+
+def select_items(x, key):
+    """Index a Tensor, with a copy of the key's index arrays."""
+    return getitem(x, key=key if _basic(key) else _own(key))
+
+
+def take(x, indices, axis=None):
+    """Pick entries (slices, with `axis`) by integer indices, as :func:`numpy.take`."""
+    if axis is None:
+        x, axis = ravel(x), 0
+    lead = (slice(None),) * normalize_axis_index(axis, raw(x).ndim)
+    indices = np.array(indices)
+    if indices.dtype.kind not in "iu" and indices.size:
+        raise TypeError(f"take: indices of dtype {indices.dtype}; it takes integers")
+    return getitem(x, key=(*lead, indices.astype(np.intp, copy=False)))
+
+
+def take_along_axis(x, indices, axis=-1):
+    """Pick one entry for each index along an axis, as :func:`numpy.take_along_axis`."""
+    indices, n = np.array(indices), raw(x).ndim
+    if axis is None:
+        x, axis, n = ravel(x), 0, 1
+    if indices.ndim != n:
+        raise ValueError(f"take_along_axis: indices have {indices.ndim} axes, x has {n}")
+    key = list(np.ogrid[tuple(slice(m) for m in indices.shape)])
+    axis = normalize_axis_index(axis, n)
+    for i, m in enumerate(raw(x).shape):
+        if i != axis and indices.shape[i] == 1 != m:  # broadcasts, as in NumPy
+            key[i] = np.arange(m).reshape([-1 if j == i else 1 for j in range(n)])
+    key[axis] = indices
+    return getitem(x, key=tuple(key))
+
+
+def index_add(x, indices, values, axis=0):
+    """Return `x` with `values` added at `indices` along an axis; repeated indices add up.
+
+    Parameters
+    ----------
+    x : Tensor or array_like
+    indices : array_like of int
+    values : Tensor or array_like
+        Shape of `x` with the axis replaced by the shape of `indices`.
+    axis : int
+
+    Raises
+    ------
+    ValueError
+        If `values` has another shape.
+
+    Examples
+    --------
+    >>> import minisparse as ms
+    >>> ms.index_add(ms.tensor([0.0, 0.0, 0.0]), [0, 2, 2], [1.0, 2.0, 3.0])
+    tensor([1., 0., 5.])
+    """
+    shape, indices = raw(x).shape, np.array(indices, dtype=np.intp)
+    axis = normalize_axis_index(axis, len(shape))
+    expected = shape[:axis] + indices.shape + shape[axis + 1 :]
+    if raw(values).shape != expected:
+        raise ValueError(f"index_add: values of shape {raw(values).shape}, needs {expected}")
+    if isinstance(x, Tensor) and not isinstance(values, Tensor):
+        values = wrap(raw(values).astype(x.dtype))
+    added = scatter(values, key=(slice(None),) * axis + (indices,), shape=shape)
+    return x + added if isinstance(x, Tensor) or not isinstance(added, Tensor) else added + x

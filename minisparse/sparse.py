@@ -1,0 +1,777 @@
+"""Sparse tensors and parameters: a fixed pattern and a differentiable vector of values.
+
+The primitives here are closed under differentiation: each rule is written in the others.
+
+=================  =======================================  ================================
+primitive          value                                    its gradients are
+=================  =======================================  ================================
+``spmm``           ``A X`` or ``Aᵀ X``                      ``sddmm``, ``spmm`` transposed
+``sddmm``          ``u_i · v_j`` at each entry (i, j)       ``spmm``, ``spmm`` transposed
+``gather``         ``x[index]``                             ``segment_sum``
+``segment_sum``    sum of ``x`` over equal ``index``        ``gather``
+``sample``         entries of a dense matrix                ``spread``
+``spread``         a dense matrix of the entries            ``sample``
+=================  =======================================  ================================
+"""
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+import scipy.sparse as sp
+
+from . import kernels, ops
+from .engine import Tensor, is_grad_enabled, primitive, tensor
+from .ops.shapes import raw
+from .pattern import IndexMap, Pattern, PatternMismatchError, _flat, _from_flat, canonical
+
+# ----------------------------------------------------------------------------------- primitives
+
+
+@primitive
+def spmm(values, x, *, pattern, transpose=False):
+    """Return ``A X``, or ``Aᵀ X`` if `transpose`, where A has `values` on `pattern`.
+
+    Parameters
+    ----------
+    values : Tensor or ndarray of shape (nnz,)
+    x : Tensor or ndarray of shape (n_cols, k) or (n_cols,), (n_rows, k) or (n_rows,) if `transpose`
+    pattern : Pattern
+    transpose : bool
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit.
+    TypeError
+        If the dtypes differ.
+
+    Notes
+    -----
+    Time O(nnz·k); no memory beyond the result, of shape (n_rows, k) (or (n_cols, k)).
+    """
+    if x.ndim not in (1, 2) or x.shape[0] != pattern.shape[not transpose]:
+        form = f"the transpose of {pattern.shape}" if transpose else str(pattern.shape)
+        rows = f"{x.shape[0]} rows" if x.ndim in (1, 2) else f"shape {x.shape}"
+        raise ValueError(
+            f"spmm: x has {rows}, the pattern {form} needs {pattern.shape[not transpose]}"
+        )
+    _check_values("spmm", values, pattern)
+    if values.dtype != x.dtype:
+        raise TypeError(f"spmm: values of dtype {values.dtype}, x of dtype {x.dtype}")
+    return kernels.spmm(pattern.plan_T if transpose else pattern.plan, values, x)
+
+
+@spmm.vjp(values=1, x=0)
+def _(g, need, values, x, pattern, transpose):
+    dvalues = dx = None
+    if need[0]:
+        dvalues = sampled_product(*((x, g) if transpose else (g, x)), pattern=pattern)
+    if need[1]:
+        dx = spmm(values, g, pattern=pattern, transpose=not transpose)
+    return dvalues, dx
+
+
+@primitive
+def sampled_product(u, v, *, pattern):
+    """Return ``u_i · v_j`` for each entry (i, j) of `pattern`: sddmm's values, (nnz,)."""
+    for name, a, n in (("U", u, pattern.shape[0]), ("V", v, pattern.shape[1])):
+        if a.ndim != u.ndim or a.ndim not in (1, 2) or a.shape[0] != n:
+            raise ValueError(
+                f"sddmm: {name} has shape {a.shape}, the pattern {pattern.shape} needs {n} rows, "
+                "U and V both of one or both of two dimensions"
+            )
+    if u.shape[1:] != v.shape[1:]:
+        raise ValueError(f"sddmm: U has {u.shape[1]} columns, V has {v.shape[1]}")
+    if u.dtype != v.dtype:
+        raise TypeError(f"sddmm: U of dtype {u.dtype}, V of dtype {v.dtype}")
+    return kernels.sddmm(pattern.plan, u, v)
+
+
+@sampled_product.vjp(u=1, v=0)
+def _(g, need, u, v, pattern):
+    return (
+        spmm(g, v, pattern=pattern) if need[0] else None,
+        spmm(g, u, pattern=pattern, transpose=True) if need[1] else None,
+    )
+
+
+@primitive
+def gather(x, *, index_map, base=None):
+    """Return ``x[index]``; where the index is -1, `base` (or 0), bit for bit.
+
+    Parameters
+    ----------
+    x : Tensor or ndarray of shape (index_map.n_source,)
+    index_map : IndexMap
+    base : ndarray of the shape of the result, optional
+    """
+    if x.shape != (index_map.n_source,):
+        raise ValueError(f"gather: x of shape {x.shape}, needs ({index_map.n_source},)")
+    return kernels.gather(x, index_map.index, base)
+
+
+@gather.vjp
+def _(g, need, index_map):
+    return segment_sum(g, index_map=index_map)
+
+
+@primitive
+def segment_sum(x, *, index_map):
+    """Return the sum of `x` over the places that each source number went to; adjoint of gather."""
+    if x.shape != index_map.index.shape:
+        raise ValueError(f"segment_sum: x of shape {x.shape}, needs {index_map.index.shape}")
+    return kernels.segment_sum(x, *index_map.segments)
+
+
+@segment_sum.vjp
+def _(g, need, index_map):
+    return gather(g, index_map=index_map)
+
+
+@primitive
+def sample(x, *, pattern):
+    """Return the entries of the dense matrix `x` at `pattern`, shape (nnz,)."""
+    if x.shape != pattern.shape:
+        raise ValueError(f"from_dense: a matrix of shape {x.shape}, the pattern is {pattern.shape}")
+    return x[pattern.rows, pattern.indices]
+
+
+@sample.vjp
+def _(g, need, pattern):
+    return spread(g, pattern=pattern)
+
+
+@primitive
+def spread(values, *, pattern):
+    """Return the dense matrix with `values` at `pattern` and zeros elsewhere."""
+    _check_values("to_dense", values, pattern)
+    out = np.zeros_like(values, shape=pattern.shape)
+    out[pattern.rows, pattern.indices] = values
+    return out
+
+
+@spread.vjp
+def _(g, need, pattern):
+    return sample(g, pattern=pattern)
+
+
+def _check_values(name, values, pattern):
+    if values.shape != (pattern.nnz,):
+        raise ValueError(
+            f"{name}: values of shape {values.shape}, the pattern stores {pattern.nnz} entries"
+        )
+
+
+# -------------------------------------------------------------------------------- sparse tensors
+
+
+class SparseTensor:
+    """A matrix with `values` at the entries of `pattern` and nothing elsewhere.
+
+    Parameters
+    ----------
+    pattern : Pattern
+    values : Tensor or array_like of shape (nnz,)
+        In the pattern's order: row by row, columns increasing.  A Tensor stays attached to its
+        graph; an array is copied.
+
+    Attributes
+    ----------
+    pattern : Pattern
+    values : Tensor of shape (nnz,)
+    shape : (int, int)
+    nnz : int
+    dtype : numpy.dtype
+    T : SparseTensor
+        The transpose, as a view: no value moves until its ``.values`` are asked for.
+    grad : ndarray or None
+        Of ``values``.
+
+    Raises
+    ------
+    ValueError
+        If the number of values is not the pattern's.
+
+    Examples
+    --------
+    >>> import minisparse as ms
+    >>> values = ms.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    >>> A = ms.SparseTensor(ms.Pattern((2, 3), [0, 2, 3], [0, 2, 1]), values)
+    >>> (A @ [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]).sum().backward()
+    >>> A.grad
+    array([ 3., 11.,  7.])
+    """
+
+    __array_ufunc__ = None  # so that ndarray @ S and ndarray * S come to us
+
+    def __init__(self, pattern, values):
+        if not isinstance(pattern, Pattern):
+            raise TypeError(f"SparseTensor: pattern is a {type(pattern).__name__}, not a Pattern")
+        values = values if isinstance(values, Tensor) else tensor(values)
+        _check_values("SparseTensor", values, pattern)
+        self._pattern, self._values = pattern, values
+
+    @classmethod
+    def from_scipy(cls, A, *, requires_grad=False, dtype=None):
+        """Copy any SciPy sparse matrix or array; entries given twice add up, zeros stay stored."""
+        pattern, data, _ = canonical(A)
+        return SparseTensor(pattern, tensor(data, requires_grad=requires_grad, dtype=dtype))
+
+    @classmethod
+    def from_coords(cls, rows, cols, values, shape):
+        """Put ``values[e]`` at ``(rows[e], cols[e])``; equal places add up, differentiably.
+
+        Raises
+        ------
+        ValueError
+            If an index lies outside `shape`, or the lengths differ.
+        """
+        values = values if isinstance(values, Tensor) else tensor(values)
+        flat = _flat(rows, cols, shape)
+        if values.shape != flat.shape:
+            raise ValueError(f"from_coords: {len(flat)} places for values of shape {values.shape}")
+        cells, cell_of = np.unique(flat, return_inverse=True)
+        index_map = IndexMap(cell_of, len(cells))
+        return SparseTensor(_from_flat(cells, shape), segment_sum(values, index_map=index_map))
+
+    @classmethod
+    def from_dense(cls, D, pattern):
+        """Take the entries of a dense matrix at `pattern`, differentiably."""
+        D = D if isinstance(D, Tensor) else tensor(D)
+        return SparseTensor(pattern, sample(D, pattern=pattern))
+
+    @property
+    def pattern(self):
+        return self._pattern
+
+    @property
+    def values(self):
+        return self._values
+
+    @property
+    def shape(self):
+        return self.pattern.shape
+
+    @property
+    def nnz(self):
+        return self.pattern.nnz
+
+    @property
+    def ndim(self):
+        return 2
+
+    @property
+    def dtype(self):
+        return self.values.dtype
+
+    @property
+    def grad(self):
+        return self.__tensor__().grad
+
+    @grad.setter
+    def grad(self, value):
+        self.__tensor__().grad = value
+
+    @property
+    def T(self):
+        return _Transposed(self)
+
+    def __tensor__(self):
+        """Return the Tensor that stands for this matrix where gradients are asked for."""
+        return self.values
+
+    def _operand(self):
+        """Return (values, pattern, whether it is the transpose) for the kernels."""
+        return self.values, self.pattern, False
+
+    def with_values(self, values):
+        """Return a SparseTensor with the same pattern and other values."""
+        return SparseTensor(self.pattern, values)
+
+    def astype(self, dtype):
+        """Return it in float32 or float64, differentiably."""
+        return self.with_values(self.values.astype(dtype))
+
+    def to_scipy(self):
+        """Return a copy as ``scipy.sparse.csr_array``."""
+        return self.pattern.to_scipy(self.values.data)
+
+    def to_dense(self):
+        """Return the dense matrix as a Tensor of shape (n_rows, n_cols), differentiably."""
+        return spread(self.values, pattern=self.pattern)
+
+    def __repr__(self):
+        return (
+            f"{type(self).__name__.lstrip('_')}(shape={self.shape}, nnz={self.nnz}, "
+            f"dtype={self.dtype})"
+        )
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError(
+            f"a {type(self).__name__.lstrip('_')} does not become a dense array by itself: use "
+            ".to_dense() or .to_scipy(), ms.matmul(A, S) for products with SciPy matrices, "
+            ".values.numpy() for the numbers, ms.stack to join Tensors"
+        )
+
+    def _combined(self, other, function, name):
+        if not isinstance(other, SparseTensor):
+            return NotImplemented
+        if other.pattern != self.pattern:
+            raise PatternMismatchError(
+                f"{name}: patterns of {self.shape} with {self.nnz} and {other.shape} with "
+                f"{other.nnz} entries differ; entry by entry it takes equal patterns"
+            )
+        return self.with_values(function(self.values, other.values))
+
+    def __add__(self, other):
+        return self._combined(other, ops.add, "add")
+
+    def __sub__(self, other):
+        return self._combined(other, ops.subtract, "subtract")
+
+    def __truediv__(self, other):
+        if isinstance(other, SparseTensor) or sp.issparse(other) or raw(other).ndim:
+            return NotImplemented
+        return self.with_values(self.values / other)
+
+    def __neg__(self):
+        return self.with_values(-self.values)
+
+
+class _Transposed(SparseTensor):
+    """The transpose of another SparseTensor, read through it: what it shows is always current."""
+
+    def __init__(self, base):
+        self._base = base
+
+    @property
+    def pattern(self):
+        return self._base.pattern.T
+
+    @property
+    def values(self):
+        return gather(self._base.values, index_map=self._base.pattern.map_T)
+
+    @property
+    def dtype(self):
+        return self._base.dtype
+
+    @property
+    def T(self):
+        return self._base
+
+    def _operand(self):
+        values, pattern, transpose = self._base._operand()
+        return values, pattern, not transpose
+
+
+# ------------------------------------------------------------------------------------- products
+
+
+def _is_sparse(x):
+    return isinstance(x, SparseTensor) or sp.issparse(x)
+
+
+def _as_sparse(A, other):
+    """Return a sparse operand as a SparseTensor; a SciPy matrix takes the dtype of `other`."""
+    if isinstance(A, SparseTensor):
+        return A
+    return SparseTensor.from_scipy(A, dtype=getattr(other, "dtype", None))
+
+
+def matmul(x, y):
+    """Return ``x @ y``, either of which may be sparse.
+
+    Parameters
+    ----------
+    x, y : Tensor, SparseTensor, SciPy sparse matrix, or array_like
+        A sparse factor on the left takes y of shape (n_cols,), (n_cols, k) or (..., n_cols, k); on
+        the right, x of shape (n_rows,) or (..., m, n_rows).  Dense factors follow NumPy's rules.
+
+    Returns
+    -------
+    Tensor
+        What SciPy or NumPy returns if no operand is a Tensor or SparseTensor.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit.
+    TypeError
+        If both are sparse, or two Tensors differ in dtype.
+
+    Notes
+    -----
+    Time O(nnz·k).  The fast layout of the dense factor is C order with the sparse factor's columns
+    as rows; ``X @ S`` therefore runs without a copy where ``X.T`` is in C order, as the results of
+    such products are.  A SciPy matrix is brought to canonical form at each call: make a
+    SparseTensor of one that is used often.
+
+    Examples
+    --------
+    >>> import scipy.sparse as sp
+    >>> import minisparse as ms
+    >>> x = ms.tensor([1.0, 2.0], requires_grad=True)
+    >>> ms.matmul(sp.csr_array([[0.0, 3.0]]), x)
+    tensor([6.], op=spmm)
+    """
+    if _is_sparse(x):
+        if _is_sparse(y):
+            if sp.issparse(x) and sp.issparse(y):
+                return x @ y
+            raise TypeError("matmul: the product of two sparse matrices is not there")
+        if sp.issparse(x) and not isinstance(y, Tensor):
+            return x @ np.asarray(y)
+        return _sparse_dense(*_as_sparse(x, y)._operand(), y)
+    if _is_sparse(y):
+        if sp.issparse(y) and not isinstance(x, Tensor):
+            return np.asarray(x) @ y
+        return _dense_sparse(x, *_as_sparse(y, x)._operand())
+    return ops.matmul(x, y)
+
+
+def _sparse_dense(values, pattern, transpose, x):
+    x = x if isinstance(x, Tensor) else np.asarray(x)
+    if x.ndim < 3:
+        return spmm(values, x, pattern=pattern, transpose=transpose)
+    n = x.ndim
+    *lead, rows, k = x.shape
+    front = ops.transpose(x, axes=(n - 2, *range(n - 2), n - 1))
+    # Not -1: with nothing in the stack, its size could not be told.
+    flat = ops.reshape(front, shape=(rows, int(np.prod(lead)) * k))
+    y = spmm(values, flat, pattern=pattern, transpose=transpose)
+    y = ops.reshape(y, shape=(y.shape[0], *lead, k))
+    return ops.transpose(y, axes=(*range(1, n - 1), 0, n - 1))
+
+
+def _dense_sparse(x, values, pattern, transpose):
+    """Return ``X S``, computed as ``(Sᵀ Xᵀ)ᵀ``."""
+    x = x if isinstance(x, Tensor) else np.asarray(x)
+    if x.ndim < 2:
+        return spmm(values, x, pattern=pattern, transpose=not transpose)
+    *lead, columns = x.shape
+    if len(lead) > 1:
+        x = ops.reshape(x, shape=(int(np.prod(lead)), columns))
+    y = ops.transpose(spmm(values, ops.transpose(x), pattern=pattern, transpose=not transpose))
+    return ops.reshape(y, shape=(*lead, y.shape[1])) if len(lead) > 1 else y
+
+
+def multiply(x, y):
+    """Return ``x * y`` elementwise, either of which may be sparse.
+
+    A sparse factor times a number or a dense one (broadcast to its shape) is a SparseTensor on its
+    pattern; two SparseTensors are multiplied entry by entry if their patterns are equal.
+
+    Parameters
+    ----------
+    x, y : Tensor, SparseTensor, SciPy sparse matrix, or array_like
+
+    Returns
+    -------
+    SparseTensor if a factor is sparse, else Tensor
+        What SciPy or NumPy returns if no operand is a Tensor or SparseTensor.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit; PatternMismatchError if two patterns differ.
+
+    Notes
+    -----
+    Time and memory O(nnz), also for the gradients of a factor that is broadcast along an axis.
+    """
+    if not _is_sparse(x):
+        if not _is_sparse(y):
+            return ops.multiply(x, y)
+        x, y = y, x
+    if _is_sparse(y):
+        if sp.issparse(x) and sp.issparse(y):
+            return x.multiply(y)
+        x, y = _as_sparse(x, y), _as_sparse(y, x)
+        return x._combined(y, ops.multiply, "multiply")
+    if sp.issparse(x) and not isinstance(y, Tensor):
+        return x.multiply(np.asarray(y))
+    return _scaled(_as_sparse(x, y), y)
+
+
+def _scaled(S, d):
+    """Return S times a dense factor that broadcasts to its shape, on S's pattern."""
+    d = d if isinstance(d, Tensor) else np.asarray(d)
+    if d.ndim == 0:
+        return S.with_values(S.values * d)
+    if np.broadcast_shapes(d.shape, S.shape) != S.shape:
+        raise ValueError(f"multiply: a factor of shape {d.shape} does not fit {S.shape}")
+    n_rows, n_cols = S.shape
+    d_rows, d_cols = (1, *d.shape)[-2:]
+    if (d_rows, d_cols) == S.shape:
+        factor = sample(ops.reshape(d, shape=S.shape), pattern=S.pattern)
+    else:  # one number a row or a column (or one in all): an outer product, read at the entries
+        ones = np.ones_like(raw(d), shape=max(n_rows, n_cols), dtype=S.dtype)
+        flat = ops.ravel(d) if isinstance(d, Tensor) else d.ravel().astype(S.dtype)
+        u = ops.broadcast_to(flat, shape=(n_rows,)) if d_cols == 1 else ones[:n_rows]
+        v = flat if d_cols != 1 else ones[:n_cols]
+        factor = sampled_product(u, v, pattern=S.pattern)
+    return S.with_values(S.values * factor)
+
+
+def _sparse_operator(name, function):
+    """Let a Tensor and a SparseTensor on either side of an operator meet in one function."""
+    ops.bind_operator(name, function)
+    setattr(SparseTensor, f"__{name}__", lambda self, other: function(self, other))
+    setattr(SparseTensor, f"__r{name}__", lambda self, other: function(other, self))
+
+
+_sparse_operator("matmul", matmul)
+_sparse_operator("mul", multiply)
+
+
+def sddmm(U, V, pattern):
+    """Return the matrix with ``U[i] · V[j]`` at each entry (i, j) of `pattern`, and no others.
+
+    Parameters
+    ----------
+    U : Tensor or array_like of shape (n_rows, k) or (n_rows,)
+    V : Tensor or array_like of shape (n_cols, k) or (n_cols,)
+    pattern : Pattern
+
+    Returns
+    -------
+    SparseTensor
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit.
+
+    Notes
+    -----
+    Time O(nnz·k), memory O(nnz); its gradients are two products with a sparse matrix.
+
+    Examples
+    --------
+    >>> import minisparse as ms
+    >>> ms.sddmm([1.0, 2.0], [3.0, 4.0], ms.Pattern.diagonal(2)).values
+    tensor([3., 8.])
+    """
+    U, V = (a if isinstance(a, Tensor) else np.asarray(a) for a in (U, V))
+    if not (isinstance(U, Tensor) or isinstance(V, Tensor)):
+        U, V = tensor(U), tensor(V)
+    return SparseTensor(pattern, sampled_product(U, V, pattern=pattern))
+
+
+# ------------------------------------------------------------------------------------ parameters
+
+
+class SparseParameter(SparseTensor):
+    """A trainable sparse matrix: a fixed pattern and the free weights its values are made of.
+
+    Parameters
+    ----------
+    A : SciPy sparse matrix or array, SparseTensor, or (Pattern, values)
+        Where the entries are and what they start from.  Copied.
+    trainable : optional
+        Which entries are trained: a boolean mask of A's shape, as a SciPy sparse matrix or a dense
+        array (read at the stored entries), or of shape (nnz,) in canonical order.  The others keep
+        their value bit for bit.  All by default.
+    share : optional
+        Integer labels, as a matrix of A's shape read at the stored entries, or of shape (nnz,).
+        Trainable entries of one label are one weight.
+    dtype : float32 or float64, optional
+        That of `A` by default.
+
+    Attributes
+    ----------
+    free : Tensor of shape (n_free,)
+        The distinct trainable weights, ordered by their first entry: the leaf that is trained.
+    n_free : int
+    values : Tensor of shape (nnz,)
+        ``free`` itself if every entry is a weight of its own.
+    grad : ndarray of shape (n_free,) or None
+        That of ``free``.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, if the initial values of one label differ, or if a mask or labels of
+        shape (nnz,) come with a matrix that was not in canonical CSR form, since their order would
+        be a guess.
+    TypeError
+        If a mask is not boolean, or labels are not integers.
+
+    Examples
+    --------
+    A band whose diagonal is fixed to one:
+
+    >>> import numpy as np
+    >>> import scipy.sparse as sp
+    >>> import minisparse as ms
+    >>> A = sp.diags_array([[0.5, 0.5], [1, 1, 1], [0.5, 0.5]], offsets=[-1, 0, 1])
+    >>> W = ms.SparseParameter(A, trainable=~np.eye(3, dtype=bool))
+    >>> W.n_free
+    4
+    >>> (W @ np.ones(3)).sum().backward()
+    >>> ms.optim.SGD([W], lr=0.25).step()
+    >>> W.to_scipy().toarray()
+    array([[1.  , 0.25, 0.  ],
+           [0.25, 1.  , 0.25],
+           [0.  , 0.25, 1.  ]])
+    """
+
+    def __init__(self, A, *, trainable=None, share=None, dtype=None):
+        ordered = True
+        if isinstance(A, SparseTensor):
+            pattern, values = A.pattern, A.values.data
+        elif isinstance(A, tuple):
+            pattern, values = A
+            values = values.data if isinstance(values, Tensor) else values
+            if not isinstance(pattern, Pattern):
+                raise TypeError("SparseParameter: a tuple must be (Pattern, values)")
+        else:
+            pattern, values, ordered = canonical(A)
+        values = tensor(values, dtype=dtype)._data
+        _check_values("SparseParameter", values, pattern)
+
+        index = np.arange(pattern.nnz)
+        if trainable is not None:
+            index[~_at_entries(trainable, pattern, ordered, "trainable", "b")] = -1
+        trained = np.flatnonzero(index >= 0)
+        first = trained
+        if share is not None:
+            labels = _at_entries(share, pattern, ordered, "share", "iu")[trained]
+            _, first, weight = np.unique(labels, return_index=True, return_inverse=True)
+            rank = np.empty_like(first)
+            rank[np.argsort(first)] = np.arange(len(first))
+            index[trained], first = rank[weight], trained[np.sort(first)]
+            expected, given = values[first][index[trained]], values[trained]
+            wrong = np.flatnonzero((expected != given) & ~(np.isnan(expected) & np.isnan(given)))
+            if len(wrong):
+                w = wrong[0]
+                raise ValueError(
+                    f"SparseParameter: label {labels[w]} is one weight, but its entries start from "
+                    f"{expected[w]} and {given[w]}"
+                )
+        else:
+            index[trained] = np.arange(len(trained))
+        own = len(first) == pattern.nnz
+        self._setup(
+            pattern,
+            tensor(values[first], requires_grad=True),
+            None if own else IndexMap(index, len(first)),
+            None if len(trained) == pattern.nnz else values,
+        )
+
+    def _setup(self, pattern, free, index_map, base):
+        self._pattern, self.free, self._index_map, self._base = pattern, free, index_map, base
+        self._cache = None
+
+    @classmethod
+    def from_dense(cls, D, mask):
+        """Make a parameter of the entries of a dense matrix where a boolean `mask` is True."""
+        D = tensor(D)
+        if D.shape != np.shape(mask):
+            raise ValueError(f"from_dense: D of shape {D.shape}, mask of {np.shape(mask)}")
+        pattern = Pattern.from_mask(mask)
+        return cls((pattern, sample(D.data, pattern=pattern)))
+
+    def prune(self, *, keep):
+        """Return a new parameter with only the entries of largest magnitude.
+
+        Called on the class with a dense matrix, ``SparseParameter.prune(D, keep=...)``, it keeps
+        the largest entries of D.
+
+        Parameters
+        ----------
+        keep : int or float
+            How many entries, or which fraction of those of D, or of those stored here.
+
+        Notes
+        -----
+        The order of equal magnitudes is the canonical one.  Frozen entries stay frozen, tied ones
+        tied.
+        """
+        if not isinstance(self, SparseParameter):
+            D = tensor(self)
+            if D.ndim != 2:
+                raise ValueError(f"prune: needs a matrix, got shape {D.shape}")
+            pattern = Pattern.dense(D.shape)
+            return SparseParameter((pattern, D.data.ravel())).prune(keep=keep)
+        magnitude = np.abs(self.values.data)
+        kept = np.sort(np.argsort(-magnitude, kind="stable")[: _how_many(keep, self.nnz)])
+        p = self.pattern
+        pattern = _from_flat(_flat(p.rows[kept], p.indices[kept], p.shape), p.shape)
+        index = np.arange(self.nnz) if self._index_map is None else self._index_map.index
+        parts = (pattern, self.values.data[kept])
+        return SparseParameter(parts, trainable=index[kept] >= 0, share=index[kept])
+
+    @property
+    def n_free(self):
+        return self.free.size
+
+    @property
+    def values(self):
+        if self._index_map is None:
+            return self.free
+        state = (self.free._version[0], is_grad_enabled(), self.free.requires_grad)
+        if self._cache is None or self._cache[0] != state:
+            values = gather(self.free, index_map=self._index_map, base=self._base)
+            self._cache = state, values
+        return self._cache[1]
+
+    @property
+    def dtype(self):
+        return self.free.dtype
+
+    def __tensor__(self):
+        return self.free
+
+    def __reduce__(self):
+        parts = self._pattern, self.free, self._index_map, self._base
+        return _rebuild_parameter, parts
+
+
+def _rebuild_parameter(*parts):
+    self = SparseParameter.__new__(SparseParameter)
+    self._setup(*parts)
+    return self
+
+
+def _how_many(keep, n):
+    if isinstance(keep, (float, np.floating)):
+        if not 0 <= keep <= 1:
+            raise ValueError(f"prune: keep={keep} as a fraction must be between 0 and 1")
+        return round(float(keep) * n)
+    keep = operator.index(keep)
+    if not 0 <= keep <= n:
+        raise ValueError(f"prune: keep={keep} of {n} entries")
+    return keep
+
+
+def _at_entries(what, pattern, ordered, name, kinds):
+    """Read a mask or labels at the entries of `pattern`: (nnz,), as the user's order or place."""
+    kind = what.dtype.kind if sp.issparse(what) else np.asarray(what).dtype.kind
+    if kind not in kinds:
+        wanted = "booleans" if kinds == "b" else "integers"
+        raise TypeError(f"SparseParameter: {name} must hold {wanted}")
+    if sp.issparse(what):
+        if what.shape == pattern.shape:
+            there, data, _ = canonical(what)
+            at = there.find(pattern)
+            found = np.append(data, 0.0)[at]
+            return found != 0 if kinds == "b" else found.astype(np.int64)
+        raise ValueError(f"SparseParameter: {name} of shape {what.shape}, not {pattern.shape}")
+    what = np.asarray(what)
+    if what.shape == pattern.shape:
+        return what[pattern.rows, pattern.indices]
+    if what.shape != (pattern.nnz,):
+        raise ValueError(
+            f"SparseParameter: {name} of shape {what.shape}; it takes {pattern.shape} or "
+            f"({pattern.nnz},)"
+        )
+    if not ordered:
+        raise ValueError(
+            f"SparseParameter: a {name} of shape (nnz,) needs a matrix in canonical CSR form, "
+            "since this one's order of entries is not ours; give it in the matrix's shape"
+        )
+    return what
