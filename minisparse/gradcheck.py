@@ -143,27 +143,28 @@ def _check_once(run, points, eps, rtol, atol, rng, name):
             raise GradcheckError(f"{name}: output {k} is not finite, so it has no differences")
         if not np.array_equal(y.data, z.data):
             raise GradcheckError(f"{name}: output {k} changes from call to call (is f random?)")
-    cotangents = [rng.standard_normal(y.shape) for y in outputs]
+    cotangents = [np.asarray(rng.standard_normal(y.shape)) for y in outputs]
     gradients = _pull_back(leaves, outputs, cotangents)
     _check_layouts(leaves, outputs, cotangents, gradients, name)
+
+    def paired(ys):
+        return sum(np.vdot(c, y.data) for c, y in zip(cotangents, ys, strict=True))
 
     def value(i, index, step):
         moved = [p.copy() if j == i else p for j, p in enumerate(points)]
         moved[i][index] += step
         step = moved[i][index] - points[i][index]  # what floating point made of it
-        ys = run(*moved)[1]
-        return sum(np.vdot(c, y.data) for c, y in zip(cotangents, ys, strict=True)), step
+        return paired(run(*moved)[1]), step
 
-    centre = value(0, (..., None), 0.0)[0] if points else 0.0
     for i, point in enumerate(points):
         for index in np.ndindex(point.shape):
             scale = eps * max(1.0, abs(point[index]))
-            quotient, gap, noise = _quotient(value, i, index, scale, centre)
+            quotient, gap, noise = _quotient(value, i, index, scale, paired(outputs))
             where = f"{name} of input {i} at index {index}"
             if not np.isfinite(quotient):
                 raise GradcheckError(f"{where}: f is not finite a step of {scale:.1e} away")
             if abs(gap) > 1e-4 * max(1.0, abs(quotient)) + noise:
-                _, smaller, noise = _quotient(value, i, index, scale / 16, centre)
+                _, smaller, noise = _quotient(value, i, index, scale / 16, paired(outputs))
                 if abs(smaller) > max(abs(gap) / 4, noise):
                     raise GradcheckError(
                         f"{where}: a kink. The differences to the left and to the right are "
@@ -209,14 +210,14 @@ def _check_layouts(leaves, outputs, cotangents, gradients, name):
 
 def _sliced(c):
     big = np.full([2 * n + 1 for n in c.shape], np.nan)
-    view = big[tuple(slice(1, None, 2) for _ in c.shape)]
+    view = big[(..., *(slice(1, None, 2) for _ in c.shape))]
     view[...] = c
     return view
 
 
 def _reversed(c):
-    key = (slice(None, None, -1),) * c.ndim
-    return np.ascontiguousarray(c[key])[key]
+    key = (..., *(slice(None, None, -1) for _ in c.shape))
+    return np.array(c[key], order="C")[key]
 
 
 def _read_only(c):
@@ -227,7 +228,7 @@ def _read_only(c):
 
 _LAYOUTS = {
     "cut from a larger array": _sliced,
-    "with its axes transposed": lambda c: np.asfortranarray(c),
+    "with its axes transposed": lambda c: np.array(c, order="F"),
     "with reversed strides": _reversed,
     "that is read-only": _read_only,
 }
