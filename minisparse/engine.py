@@ -149,14 +149,15 @@ class Tensor:
 
     @data.setter
     def data(self, array):
+        array = array._data if isinstance(array, Tensor) else np.asarray(array)
+        if array.shape != self.shape:
+            raise ValueError(f"data of shape {array.shape} for a Tensor of shape {self.shape}")
         self._overwrite(..., array)
 
     def _overwrite(self, key, value):
-        value = np.asarray(value._data if isinstance(value, Tensor) else value)
+        value = value._data if isinstance(value, Tensor) else np.asarray(value)
         if value.dtype.kind not in "biuf":
             raise TypeError(f"cannot write data of dtype {value.dtype} into a {self.dtype} Tensor")
-        if key is ... and value.shape != self.shape:
-            raise ValueError(f"data of shape {value.shape} for a Tensor of shape {self.shape}")
         self._data[key] = value
         self._version[0] += 1
 

@@ -87,7 +87,7 @@ def bind_operator(name, function):
                     "a leaf that requires grad is changed in place only under `with ms.no_grad():`"
                 )
             return function(self, other)
-        self._overwrite(..., function(self.detach(), other))
+        self.data = function(self.detach(), other)
         return self
 
     setattr(Tensor, f"__i{name}__", inplace)
