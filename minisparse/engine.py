@@ -131,11 +131,11 @@ class Tensor:
     Equality is elementwise, as in NumPy; hashing is by identity.
     """
 
-    __slots__ = ("__weakref__", "_data", "_grad", "_node", "_requires_grad", "_version")
+    __slots__ = ("__weakref__", "_array", "_grad", "_node", "_requires_grad", "_version")
     __hash__ = object.__hash__
 
     def __init__(self, data, *, requires_grad=False, dtype=None):
-        self._data = as_floats(data, dtype)
+        self._array = as_floats(data, dtype)
         self._requires_grad = bool(requires_grad)
         self._grad = None
         self._node = None
@@ -143,22 +143,22 @@ class Tensor:
 
     @property
     def data(self):
-        view = self._data.view()
+        view = self._array.view()
         view.flags.writeable = False
         return view
 
     @data.setter
     def data(self, array):
-        array = array._data if isinstance(array, Tensor) else np.asarray(array)
+        array = array._array if isinstance(array, Tensor) else np.asarray(array)
         if array.shape != self.shape:
             raise ValueError(f"data of shape {array.shape} for a Tensor of shape {self.shape}")
         self._overwrite(..., array)
 
     def _overwrite(self, key, value):
-        value = value._data if isinstance(value, Tensor) else np.asarray(value)
+        value = value._array if isinstance(value, Tensor) else np.asarray(value)
         if value.dtype.kind not in "biuf":
             raise TypeError(f"cannot write data of dtype {value.dtype} into a {self.dtype} Tensor")
-        self._data[key] = value
+        self._array[key] = value
         self._version[0] += 1
 
     @property
@@ -171,11 +171,10 @@ class Tensor:
             if self._node is not None:
                 raise ValueError("only leaves have a .grad; this is the result of an operation")
             if not hasattr(value, "to_dense"):
-                value = np.asarray(value.data if isinstance(value, Tensor) else value)
+                value = value._array if isinstance(value, Tensor) else value
+                value = _operand(value, self.dtype, "grad")
             if value.shape != self.shape:
                 raise ValueError(f"grad of shape {value.shape} for a Tensor of shape {self.shape}")
-            if value.dtype != self.dtype:
-                value = value.astype(self.dtype)
         self._grad = value
 
     @property
@@ -190,19 +189,19 @@ class Tensor:
 
     @property
     def shape(self):
-        return self._data.shape
+        return self._array.shape
 
     @property
     def ndim(self):
-        return self._data.ndim
+        return self._array.ndim
 
     @property
     def size(self):
-        return self._data.size
+        return self._array.size
 
     @property
     def dtype(self):
-        return self._data.dtype
+        return self._array.dtype
 
     def numpy(self):
         """Return the numbers as a read-only NumPy view that is not differentiated."""
@@ -210,19 +209,25 @@ class Tensor:
 
     def detach(self):
         """Return a Tensor that shares this one's memory and does not require grad."""
-        return wrap(self._data, version=self._version)
+        return wrap(self._array, version=self._version)
 
     def item(self):
         """Return the only element as a Python float; ValueError if there is not just one."""
-        return self._data.item()
+        return self._array.item()
 
     def __float__(self):
         if self.size != 1:
             raise TypeError(f"only a Tensor of one element becomes a float, not shape {self.shape}")
-        return self._data.item()
+        return self._array.item()
+
+    def __int__(self):
+        return int(float(self))
+
+    def __format__(self, spec):
+        return format(self.item(), spec) if spec and self.size == 1 else format(repr(self), spec)
 
     def __bool__(self):
-        return bool(self._data)
+        return bool(self._array)
 
     def __len__(self):
         if not self.shape:
@@ -230,7 +235,7 @@ class Tensor:
         return self.shape[0]
 
     def __repr__(self):
-        text = np.array2string(self._data, separator=", ", prefix="tensor(")
+        text = np.array2string(self._array, separator=", ", prefix="tensor(")
         extra = "" if self.dtype == np.float64 else f", dtype={self.dtype}"
         if self._node is not None:
             extra += f", op={self._node.op.name}"
@@ -248,7 +253,7 @@ class Tensor:
         if copy or (dtype is not None and np.dtype(dtype) != self.dtype):
             if copy is False:
                 raise ValueError(f"a {self.dtype} Tensor does not become {dtype} without a copy")
-            return self._data.astype(dtype or self.dtype)
+            return self._array.astype(dtype or self.dtype)
         return self.data
 
     def __reduce__(self):
@@ -257,7 +262,7 @@ class Tensor:
                 f"the result of {self._node.op.name} belongs to a graph and is neither pickled nor "
                 "copied: use .detach() first"
             )
-        return _rebuild, (self._data, self._requires_grad, self._grad)
+        return _rebuild, (self._array, self._requires_grad, self._grad)
 
     def backward(self, gradient=None, *, retain_graph=False):
         """Add to every leaf's ``.grad`` the gradient of this Tensor.
@@ -322,7 +327,7 @@ def _rebuild(data, requires_grad, grad):
 def wrap(data, *, requires_grad=False, node=None, version=None) -> Tensor:
     """Make a Tensor around an array without copying or checking it (for the package itself)."""
     t = Tensor.__new__(Tensor)
-    t._data = data
+    t._array = data
     t._requires_grad = requires_grad
     t._grad = None
     t._node = node
@@ -455,14 +460,17 @@ def primitive(function):
     def apply(*args, **kwargs):
         if len(args) != n_arrays and n_arrays >= 0:
             args, kwargs = op.rebind(args, kwargs)
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor):
+                raise TypeError(f"{op.name}: {name} is structure and cannot be a Tensor")
         dtype = None
         for a in args:
             if isinstance(a, Tensor):
                 if dtype is None:
-                    dtype = a._data.dtype
-                elif a._data.dtype != dtype:
+                    dtype = a._array.dtype
+                elif a._array.dtype != dtype:
                     raise TypeError(
-                        f"{op.name}: Tensors of dtypes {dtype} and {a._data.dtype}; "
+                        f"{op.name}: Tensors of dtypes {dtype} and {a._array.dtype}; "
                         "bring one to the other's with .astype"
                     )
         if dtype is None:
@@ -476,14 +484,10 @@ def primitive(function):
                 if recording and a._requires_grad:
                     edge = a._node or a
                     recorded = True
-                arrays.append(a._data)
+                arrays.append(a._array)
             else:
                 arrays.append(_operand(a, dtype, op.name))
             parents.append(edge)
-        if kwargs:
-            for name, value in kwargs.items():
-                if isinstance(value, Tensor):
-                    raise TypeError(f"{op.name}: {name} is structure and cannot be a Tensor")
         out = function(*arrays, **kwargs)
         if not isinstance(out, np.ndarray):
             out = np.asarray(out)
@@ -537,7 +541,7 @@ def _operand(a, dtype, name):
     """Bring a plain operand to the Tensors' dtype: the Tensor's wins."""
     if isinstance(a, np.ndarray) and a.dtype == dtype:
         return a
-    array = np.asarray(a)
+    array = np.asarray(float(a) if isinstance(a, int) else a)  # an int may be too long for NumPy
     if array.dtype.kind not in "biuf":
         raise TypeError(
             f"{name}: an operand of type {type(a).__name__} (dtype {array.dtype}); "
@@ -549,7 +553,7 @@ def _operand(a, dtype, name):
 def _version_of(out, args):
     """Find the version counter of the memory that `out` sees: a view shares its operand's."""
     for a in args:
-        if isinstance(a, Tensor) and (out is a._data or np.may_share_memory(out, a._data)):
+        if isinstance(a, Tensor) and (out is a._array or np.may_share_memory(out, a._array)):
             return a._version
     return [0]
 
@@ -616,7 +620,7 @@ def grad(output, inputs, grad_output=None, *, create_graph=False, retain_graph=N
     for t, edge in zip(targets, edges, strict=True):
         g = found.get(edge)
         if g is None:
-            g = np.zeros_like(t._data)
+            g = np.zeros_like(t._array)
         elif hasattr(g, "to_dense"):
             g = g.to_dense()
         elif edge in owned:
@@ -635,7 +639,7 @@ def _seed(output, gradient, name, create_graph=False):
                 f"a Tensor of shape {output.shape} has no single gradient: pass `{name}` of that "
                 "shape, or reduce it to one element first"
             )
-        gradient = np.ones_like(output._data)
+        gradient = np.ones_like(output._array)
     if isinstance(gradient, Tensor):
         if gradient.dtype != output.dtype:
             raise TypeError(f"{name} is {gradient.dtype}, the output {output.dtype}: use .astype")
@@ -643,7 +647,7 @@ def _seed(output, gradient, name, create_graph=False):
         gradient = wrap(_operand(gradient, output.dtype, name))
     if gradient.shape != output.shape:
         raise ValueError(f"{name} has shape {gradient.shape}, the output {output.shape}")
-    return gradient if create_graph else gradient._data
+    return gradient if create_graph else gradient._array
 
 
 def _walk(root, seed, targets, create_graph, retain):
@@ -691,7 +695,8 @@ def _walk(root, seed, targets, create_graph, retain):
                 elif edge in owned and type(old) is type(r) is np.ndarray:
                     np.add(old, r, out=old)
                 else:
-                    grads[edge] = old + r
+                    total = old + r
+                    grads[edge] = np.asarray(total) if isinstance(total, np.generic) else total
                     if not create_graph:
                         owned.add(edge)
             if not retain and node.guards:

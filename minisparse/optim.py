@@ -33,17 +33,17 @@ class Optimizer:
 
     def __init__(self, params, **defaults):
         name = type(self).__name__
-        if isinstance(params, (Tensor, dict)) or hasattr(params, "__tensor__"):
-            raise TypeError(f"{name}: params is a list of parameters, got one {type(params)}")
-        params = list(params)
+        params = self._several(params)
         groups = params if params and isinstance(params[0], dict) else [{"params": params}]
         self.param_groups = []
+        self._options = set(defaults)
         self._state: dict[Tensor, dict] = {}
         seen = set()
         for group in groups:
-            if not isinstance(group, dict) or set(group) - {"params", *defaults}:
+            known = isinstance(group, dict) and "params" in group
+            if not known or set(group) - {"params", *defaults}:
                 raise TypeError(f"{name}: a group is a dict of params and any of {list(defaults)}")
-            leaves = [self._leaf(p) for p in group["params"]]
+            leaves = [self._leaf(p) for p in self._several(group["params"])]
             for leaf in leaves:
                 if leaf in seen:
                     raise ValueError(f"{name}: a parameter of shape {leaf.shape} is given twice")
@@ -53,6 +53,11 @@ class Optimizer:
             raise ValueError(f"{name}: no parameters")
         for group in self.param_groups:
             self._check(group)
+
+    def _several(self, params):
+        if isinstance(params, (Tensor, dict)) or hasattr(params, "__tensor__"):
+            raise TypeError(f"{type(self).__name__}: params is a list, got one {type(params)}")
+        return list(params)
 
     def _leaf(self, p):
         leaf = p.__tensor__() if hasattr(p, "__tensor__") else p
@@ -66,6 +71,9 @@ class Optimizer:
         return leaf
 
     def _check(self, group):
+        wrong = set(group) ^ {"params", *self._options}
+        if wrong:
+            raise ValueError(f"{type(self).__name__}: unknown or missing options {sorted(wrong)}")
         for key in ("lr", "weight_decay"):
             if not (math.isfinite(group[key]) and group[key] >= 0):
                 raise ValueError(f"{type(self).__name__}: {key}={group[key]} must be 0 or more")
@@ -78,11 +86,12 @@ class Optimizer:
             for p in group["params"]:
                 if p.grad is not None:
                     p._version[0] += 1
-                    self._update(p._data, kernels.contiguous(p.grad), self._state_of(p), group)
+                    state = self._state_of(p, group)
+                    self._update(p._array, kernels.contiguous(p.grad), state, group)
 
-    def _state_of(self, p):
+    def _state_of(self, p, group):
         if p not in self._state:
-            self._state[p] = self._new_state(p._data)
+            self._state[p] = self._new_state(p._array)
         return self._state[p]
 
     def zero_grad(self):
@@ -100,7 +109,11 @@ class Optimizer:
         return {
             "kind": type(self).__name__,
             "groups": {
-                str(i): {k: v for k, v in group.items() if k != "params"}
+                str(i): {
+                    k: np.array(v) if isinstance(v, tuple) else v
+                    for k, v in group.items()
+                    if k != "params"
+                }
                 for i, group in enumerate(self.param_groups)
             },
             "state": {
@@ -119,8 +132,8 @@ class Optimizer:
             If it belongs to another optimizer or to other parameters.  Nothing has changed then.
         """
         name, leaves = type(self).__name__, self._numbered()
-        if state.get("kind") != name:
-            raise ValueError(f"{name}: the state is that of {state.get('kind')}")
+        if not isinstance(state, dict) or state.get("kind") != name:
+            raise ValueError(f"{name}: this is not the state of such an optimizer")
         if set(state["groups"]) != {str(i) for i in range(len(self.param_groups))}:
             raise ValueError(f"{name}: the state has {len(state['groups'])} groups")
         groups = []
@@ -137,19 +150,23 @@ class Optimizer:
             if i not in leaves:
                 raise ValueError(f"{name}: the state has a parameter {i}, there are {len(leaves)}")
             p = leaves[i]
-            fresh = self._new_state(p._data)
+            fresh = self._new_state(p._array)
             if set(fresh) != set(entries):
                 raise ValueError(f"{name}: parameter {i} has state {sorted(entries)}")
             for key, value in entries.items():
-                if isinstance(fresh[key], np.ndarray):
-                    if np.shape(value) != p.shape:
-                        raise ValueError(
-                            f"{name}: {key} of parameter {i} has shape {np.shape(value)}, "
-                            f"needs {p.shape}"
-                        )
-                    fresh[key][...] = value
+                value, like = np.array(value), fresh[key]
+                kind, shape = np.asarray(like).dtype.kind, np.shape(like)
+                if value.shape != shape or value.dtype.kind != kind:
+                    raise ValueError(
+                        f"{name}: {key} of parameter {i} is {value.dtype} of shape {value.shape}, "
+                        f"needs shape {shape}"
+                    )
+                if isinstance(like, np.ndarray):
+                    fresh[key] = value.astype(like.dtype)
+                elif value < 0:
+                    raise ValueError(f"{name}: {key} of parameter {i} is {value}")
                 else:
-                    fresh[key] = type(fresh[key])(value)
+                    fresh[key] = value.item()
             new[p] = fresh
         self.param_groups, self._state = groups, new
 
@@ -199,9 +216,8 @@ class SGD(Optimizer):
     def _new_state(self, p):
         return {"started": False, "buffer": np.zeros_like(p)}
 
-    def _state_of(self, p):
-        momentum = any(p in g["params"] and g["momentum"] for g in self.param_groups)
-        return super()._state_of(p) if momentum else None
+    def _state_of(self, p, group):
+        return super()._state_of(p, group) if group["momentum"] else None
 
     def _update(self, p, g, state, group):
         lr, decay = group["lr"], group["weight_decay"]
@@ -246,16 +262,14 @@ class Adam(Optimizer):
     _decoupled = False
 
     def __init__(self, params, lr=1e-3, *, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
-        beta1, beta2 = betas
-        super().__init__(
-            params, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay
-        )
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def _check(self, group):
         super()._check(group)
-        for key in ("beta1", "beta2"):
-            if not 0 <= group[key] < 1:
-                raise ValueError(f"{type(self).__name__}: {key}={group[key]} must be in [0, 1)")
+        if np.shape(group["betas"]) != (2,) or not all(0 <= b < 1 for b in group["betas"]):
+            raise ValueError(
+                f"{type(self).__name__}: betas={group['betas']} must be two numbers in [0, 1)"
+            )
         if not 0 <= group["eps"] < math.inf:
             raise ValueError(f"{type(self).__name__}: eps={group['eps']} must be 0 or more")
 
@@ -264,9 +278,17 @@ class Adam(Optimizer):
 
     def _update(self, p, g, state, group):
         state["step"] += 1
-        options = [group[k] for k in ("lr", "beta1", "beta2", "eps", "weight_decay")]
         kernels.adam(
-            p, g, state["mean"], state["mean_square"], state["step"], *options, self._decoupled
+            p,
+            g,
+            state["mean"],
+            state["mean_square"],
+            state["step"],
+            group["lr"],
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            self._decoupled,
         )
 
 

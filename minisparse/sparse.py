@@ -16,6 +16,7 @@ primitive          value                                    its gradients are
 
 from __future__ import annotations
 
+import copy
 import operator
 
 import numpy as np
@@ -307,6 +308,9 @@ class SparseTensor:
             f"{type(self).__name__.lstrip('_')}(shape={self.shape}, nnz={self.nnz}, "
             f"dtype={self.dtype})"
         )
+
+    def __copy__(self):
+        return copy.deepcopy(self)  # copies are independent, as those of a Tensor are
 
     def __array__(self, dtype=None, copy=None):
         raise TypeError(
@@ -630,7 +634,7 @@ class SparseParameter(SparseTensor):
                 raise TypeError("SparseParameter: a tuple must be (Pattern, values)")
         else:
             pattern, values, ordered = canonical(A)
-        values = tensor(values, dtype=dtype)._data
+        values = tensor(values, dtype=dtype)._array
         _check_values("SparseParameter", values, pattern)
 
         index = np.arange(pattern.nnz)

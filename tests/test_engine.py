@@ -191,7 +191,7 @@ def test_only_what_the_rule_names_is_kept():
     big = np.ones(1000)
     x = leaf(big)
     y = x * 2.0  # its result is asked for by nobody
-    watched = weakref.ref(y._data)
+    watched = weakref.ref(y._array)
     z = y + 1.0
     del y
     assert watched() is None
@@ -204,7 +204,7 @@ def test_constant_operand_costs_no_activation():
     x, c = leaf([1.0, 2.0]), ms.tensor([3.0, 4.0])
     y = ms.exp(x) + 0.0
     z = (y * c).sum()
-    watched = weakref.ref(y._data)
+    watched = weakref.ref(y._array)
     del y
     assert watched() is None
     z.backward()
@@ -219,7 +219,7 @@ def test_no_cycles():
         x = leaf([1.0, 2.0])
         y = ms.tanh(x * x) * ms.softmax(x)
         loss = y.sum()
-        node, data = weakref.ref(y), weakref.ref(y._data)
+        node, data = weakref.ref(y), weakref.ref(y._array)
         g = ms.grad(loss, x, create_graph=True)
         g.sum().backward()
         del y, loss, g

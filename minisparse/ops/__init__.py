@@ -105,7 +105,7 @@ for _name, _function in {
 
 
 def _compare(ufunc):
-    return lambda self, other: ufunc(self._data, raw(other))
+    return lambda self, other: ufunc(self._array, raw(other))
 
 
 def _setitem(self, key, value):
@@ -165,7 +165,10 @@ _RECORDED = {
         sqrt, square, squeeze, stack, std, subtract, sum, take, take_along_axis, tan, tanh,
         transpose, var, where, broadcast_to, concatenate, expand_dims,
     )
-} | {np.linalg.norm: norm, np.float_power: power, np.positive: lambda x: x}  # fmt: skip
+} | {
+    np.linalg.norm: norm, np.amax: max, np.amin: min, np.float_power: power,
+    np.positive: lambda x: x,
+}  # fmt: skip
 
 _PLAIN = {
     np.isfinite, np.isnan, np.isinf, np.signbit, np.less, np.less_equal, np.greater,
@@ -208,12 +211,12 @@ def _array_ufunc(self, ufunc, method, *inputs, **kwargs):
 
 
 @functools.cache
-def _names(function):
-    """List the parameters of a NumPy function; none where it does not say."""
+def _defaults(function):
+    """Return the parameters of a NumPy function and their defaults; none where it does not say."""
     try:
-        return list(inspect.signature(function).parameters)
+        return {p.name: p.default for p in inspect.signature(function).parameters.values()}
     except ValueError:
-        return []
+        return {}
 
 
 def _array_function(self, function, types, args, kwargs):
@@ -222,16 +225,18 @@ def _array_function(self, function, types, args, kwargs):
     if function not in _RECORDED:
         raise _refuse(function)
     # NumPy's order of optional parameters is not always ours: pass them by name.
-    names, own = _names(function), _RECORDED[function]
+    defaults, own = _defaults(function), _RECORDED[function]
+    names = list(defaults)
     first = 2 if function in (np.dot, np.where) else 1
     for name, value in zip(names[first:], args[first:], strict=False):
         kwargs = {**kwargs, name: value}
     if names:
         args = args[:first] or (kwargs.pop(names[0]),)
-    unknown = set(kwargs) - set(inspect.signature(own).parameters)
+    known = inspect.signature(own).parameters
+    unknown = {k for k, v in kwargs.items() if k not in known and v is not defaults.get(k, _refuse)}
     if unknown:
         raise _refuse(function, f"with {', '.join(sorted(unknown))}= has no gradient rule")
-    return own(*args, **kwargs)
+    return own(*args, **{k: v for k, v in kwargs.items() if k in known})
 
 
 Tensor.__array_ufunc__ = _array_ufunc  # type: ignore[attr-defined]

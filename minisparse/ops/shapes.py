@@ -13,7 +13,7 @@ from ..engine import Tensor, primitive, wrap
 
 def raw(x):
     """Return the array under a Tensor; anything else as an array, undifferentiated."""
-    return x._data if isinstance(x, Tensor) else np.asarray(x)
+    return x._array if isinstance(x, Tensor) else np.asarray(x)
 
 
 @primitive

@@ -1,0 +1,237 @@
+"""Modules, layers, losses and mini-batches."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+import minisparse as ms
+from minisparse import nn
+
+RNG = np.random.default_rng(5)
+
+
+def net(rng=0):
+    return nn.Sequential(
+        nn.SparseLinear(8, 6, fan_in=3, rng=rng), nn.Tanh(), nn.Linear(6, 4, rng=rng), nn.Sigmoid()
+    )
+
+
+def test_parameters_are_found_once():
+    """CASES 11."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            self.layers = [nn.Linear(2, 2), {"inner": nn.SparseLinear(2, 2, density=1.0)}]
+            self.again = self.layers[0]
+            self.scale = ms.tensor(1.0, requires_grad=True)
+            self.constant = ms.tensor(1.0)
+            self.result = self.scale * 2
+            self.itself = self
+            self.unrelated = "text"
+
+    names = [name for name, _ in Model().named_parameters()]
+    assert names == [
+        "layers.0.weight", "layers.0.bias", "layers.1.inner.weight", "layers.1.inner.bias", "scale",
+    ]  # fmt: skip
+    assert len(Model().parameters()) == 5
+
+
+def test_modes_and_zero_grad():
+    model = net()
+    assert model.training
+    assert model.eval() is model
+    assert not model[0].training
+    model.train()
+    assert model[3].training
+    model(np.ones((2, 8))).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    assert len(model) == 4
+
+
+@pytest.mark.parametrize("lead", [(), (5,), (2, 3), (0,)])
+def test_linear_layers(lead):
+    x = RNG.normal(size=(*lead, 8)).astype(np.float32)
+    for layer in (nn.Linear(8, 6, rng=0), nn.SparseLinear(8, 6, fan_in=3, rng=0)):
+        W = layer.weight.to_dense().data if hasattr(layer.weight, "nnz") else layer.weight.data
+        y = layer(x)
+        assert y.shape == (*lead, 6)
+        assert y.dtype == np.float32
+        np.testing.assert_allclose(y.data, x @ W.T + layer.bias.data, rtol=1e-5, atol=1e-6)
+    for bare in (nn.Linear(8, 6, bias=False), nn.SparseLinear(8, 6, density=0.5, bias=False)):
+        assert bare.bias is None
+        assert len(bare.parameters()) == 1
+        assert bare(x).shape == (*lead, 6)
+
+
+def test_chain_stays_feature_major():
+    model = nn.Sequential(*(nn.SparseLinear(64, 64, fan_in=4, rng=i) for i in range(2)), nn.ReLU())
+    y = model(np.ones((128, 64), np.float32))
+    assert y.data.T.flags.c_contiguous
+
+
+def test_initialisation_goes_by_each_rows_fan_in():
+    pattern = ms.Pattern((2, 400), [0, 4, 404], [0, 1, 2, 3, *range(400)])
+    layer = nn.SparseLinear(400, 2, pattern=pattern, rng=0)
+    values = layer.weight.values.data
+    assert np.abs(values[:4]).max() <= 1 / 2
+    assert np.abs(values[4:]).max() <= 1 / 20
+    assert np.abs(values[4:]).max() > 0.9 / 20
+    nn.kaiming_normal(layer.weight, rng=0)
+    assert layer.weight.values.data[4:].std() == pytest.approx(np.sqrt(2 / 400), rel=0.15)
+    tied = ms.SparseParameter((pattern, np.zeros(404)), share=np.arange(404) % 5)
+    nn.kaiming_uniform(tied, rng=0)
+    assert tied.n_free == 5
+    assert np.ptp(tied.free.data) > 0
+    with_empty_row = nn.SparseLinear(2, 2, pattern=ms.Pattern((2, 2), [0, 0, 2], [0, 1]), rng=0)
+    assert np.isfinite(with_empty_row.bias.data).all()
+
+
+def test_given_weight_is_used_as_it_is():
+    W = ms.SparseParameter((ms.Pattern.diagonal(3), np.ones(3)), trainable=np.eye(3, dtype=bool))
+    layer = nn.SparseLinear(3, 3, weight=W)
+    assert layer.weight is W
+    assert layer.bias.dtype == np.float64
+    for bad in ({}, {"weight": W, "density": 0.1}, {"pattern": ms.Pattern.diagonal(2)}):
+        with pytest.raises(ValueError):
+            nn.SparseLinear(3, 3, **bad)
+    with pytest.raises(TypeError):
+        nn.SparseLinear(3, 3, weight=np.eye(3))
+    with pytest.raises(TypeError):
+        nn.Linear(3, 3, dtype=np.float16)
+
+
+def test_from_linear():
+    dense = nn.Linear(6, 4, rng=0)
+    layer = nn.SparseLinear.from_linear(dense, keep=10)
+    assert layer.weight.nnz == 10
+    kept = layer.weight.to_scipy().toarray()
+    np.testing.assert_array_equal(kept[kept != 0], dense.weight.data[kept != 0])
+    assert np.abs(dense.weight.data[kept == 0]).max() <= np.abs(kept[kept != 0]).min()
+    np.testing.assert_array_equal(layer.bias.data, dense.bias.data)
+    assert layer.bias is not dense.bias
+
+
+def test_state_dict():
+    model, other = net(), net()
+    for p in other.parameters():
+        leaf = getattr(p, "free", p)
+        leaf.data = np.zeros(leaf.shape)
+    state = model.state_dict()
+    other.load_state_dict(state)
+    x = RNG.normal(size=(3, 8)).astype(np.float32)
+    np.testing.assert_array_equal(model(x).data, other(x).data)
+    model[2].bias.data = np.ones(4)
+    assert not (state["2.bias"] == 1).any()
+
+    before = other.state_dict()
+    different = {**state["0.weight"], "pattern": ms.Pattern.random((6, 8), fan_in=3, rng=9)}
+    for error, bad in (
+        (ValueError, {}),
+        (ValueError, {**state, "extra": np.ones(1)}),
+        (ValueError, {**state, "2.bias": np.ones(5, np.float32)}),
+        (ValueError, {**state, "2.bias": np.ones(4, int)}),
+        (ValueError, {**state, "0.weight": np.ones(3)}),
+        (ms.PatternMismatchError, {**state, "0.weight": different}),
+    ):
+        changed = {k: v + 1 if isinstance(v, np.ndarray) and v.shape else v for k, v in bad.items()}
+        with pytest.raises(error):
+            other.load_state_dict(changed)
+        for name, value in other.state_dict().items():
+            if isinstance(value, np.ndarray):
+                np.testing.assert_array_equal(value, before[name])
+
+
+def test_constants_belong_to_the_state():
+    def layer(constant):
+        W = ms.SparseParameter(
+            (ms.Pattern.diagonal(2), [constant, 1.0]), trainable=np.array([False, True])
+        )
+        return nn.SparseLinear(2, 2, weight=W, rng=0)
+
+    layer(3.0).load_state_dict(layer(3.0).state_dict())
+    with pytest.raises(ValueError, match="constants"):
+        layer(3.0).load_state_dict(layer(4.0).state_dict())
+
+
+def test_pickle_and_copy():
+    """CASES 42."""
+    model = net()
+    x = np.ones((2, 8), np.float32)
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        np.testing.assert_array_equal(twin(x).data, model(x).data)
+        twin[2].bias.data = np.full(4, 100.0)
+        assert (twin(x).data != model(x).data).any()
+
+
+def test_losses():
+    torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
+    logits, labels = RNG.normal(size=(5, 2, 4)), RNG.integers(4, size=(5, 2))
+    target = RNG.normal(size=(5, 2, 4))
+    for reduction in ("mean", "sum", "none"):
+        ours = nn.cross_entropy(logits, labels, reduction=reduction)
+        theirs = torch.nn.functional.cross_entropy(
+            torch.tensor(logits).reshape(10, 4), torch.tensor(labels).ravel(), reduction=reduction
+        )
+        np.testing.assert_allclose(np.ravel(ours), theirs.numpy(), rtol=1e-12)
+        ours = nn.mse_loss(logits, target, reduction=reduction)
+        theirs = torch.nn.functional.mse_loss(
+            torch.tensor(logits), torch.tensor(target), reduction=reduction
+        )
+        np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-12)
+    x = ms.tensor(logits)
+    assert ms.gradcheck(lambda x: nn.cross_entropy(x, labels), x, order=2)
+    assert ms.gradcheck(lambda x: nn.mse_loss(x, target), x, order=2)
+    one = logits[0, 0]
+    expected = np.log(np.exp(one).sum()) - one[labels[0, 0]]
+    assert nn.cross_entropy(x[0, 0], labels[0, 0]).item() == pytest.approx(expected)
+
+
+def test_loss_errors():
+    for error, bad in (
+        (ValueError, lambda: nn.mse_loss(np.ones((3, 1)), np.ones(3))),
+        (ValueError, lambda: nn.mse_loss(np.ones(3), np.ones(3), reduction="max")),
+        (ValueError, lambda: nn.cross_entropy(np.ones((3, 2)), [0, 1])),
+        (ValueError, lambda: nn.cross_entropy(np.ones((1, 2)), [2])),
+        (ValueError, lambda: nn.cross_entropy(np.ones((1, 2)), [-1])),
+        (TypeError, lambda: nn.cross_entropy(np.ones((1, 2)), [0.0])),
+        (NotImplementedError, lambda: nn.Module()(1)),
+    ):
+        with pytest.raises(error):
+            bad()
+
+
+def test_batches():
+    x, y = np.arange(10), np.arange(10) * 2
+    seen = []
+    for a, b in nn.batches(x, y, 4, rng=0):
+        np.testing.assert_array_equal(a * 2, b)
+        seen += a.tolist()
+    assert sorted(seen) == list(range(10))
+    assert seen != list(range(10))
+    assert [len(a) for a, _ in nn.batches(x, y, 4)] == [4, 4, 2]
+    first = [a.tolist() for a, _ in nn.batches(x, y, 4, rng=3)]
+    assert first == [a.tolist() for a, _ in nn.batches(x, y, 4, rng=3)]
+    for bad in (lambda: nn.batches(x, y[:3], 4), lambda: nn.batches(x, y, 0)):
+        with pytest.raises(ValueError):
+            bad()
+
+
+def test_training_learns():
+    model = nn.Sequential(
+        nn.SparseLinear(8, 64, fan_in=4, rng=0), nn.ReLU(), nn.Linear(64, 2, rng=1)
+    )
+    x = RNG.normal(size=(200, 8)).astype(np.float32)
+    y = (x[:, 0] * x[:, 1] > 0).astype(int)
+    opt = ms.optim.Adam(model.parameters(), lr=0.01)
+    indices = model[0].weight.pattern.indices.tobytes()
+    for _ in range(60):
+        for a, b in nn.batches(x, y, 50, rng=0):
+            opt.zero_grad()
+            nn.cross_entropy(model(a), b).backward()
+            opt.step()
+    assert np.mean(np.argmax(model(x).data, axis=1) == y) > 0.95
+    assert model[0].weight.pattern.indices.tobytes() == indices
