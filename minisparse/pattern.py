@@ -415,15 +415,20 @@ def canonical(A):
         raise TypeError(f"needs a SciPy sparse matrix or array, got {type(A).__name__}")
     if A.ndim != 2:
         raise ValueError(f"needs a sparse matrix of two dimensions, got {A.ndim}")
-    if A.format == "coo":  # its conversion trusts the coordinates, which the user may have changed
+    # SciPy's conversions trust what the user may have changed since, and its own checks mend it.
+    if A.format == "coo":
         _flat(*A.coords, A.shape)
-    elif A.format in ("csc", "bsr"):
-        A.check_format(full_check=True)
+    elif A.format in ("csr", "csc", "bsr"):
+        rows, columns = A.blocksize if A.format == "bsr" else (1, 1)
+        blocks = A.shape[0] // rows, A.shape[1] // columns
+        end = A.indptr[-1] if len(A.indptr) else 0
+        swapped = A.format == "csc"
+        _check_structure(blocks[::-1] if swapped else blocks, A.indptr, A.indices[:end])
+        if len(A.data) < end:
+            raise ValueError(f"Pattern: {len(A.data)} values for {end} entries")
     B = A.tocsr()
-    indptr, indices = B.indptr, B.indices
-    _check_structure(B.shape, indptr, indices[: indptr[-1] if len(indptr) else 0])
-    indices = indices[: indptr[-1]]
-    data = as_floats(B.data[: indptr[-1]], what=f"a sparse matrix of dtype {B.dtype}")
+    indptr, indices, data = B.indptr, B.indices[: B.indptr[-1]], B.data[: B.indptr[-1]]
+    data = as_floats(data, what=f"a sparse matrix of dtype {B.dtype}")
     as_given = A.format == "csr" and _rises(indptr, indices)
     if not _rises(indptr, indices):
         # A new object: SciPy's flags on the caller's may be stale, and his arrays stay his.
@@ -460,6 +465,8 @@ def _as_integers(array, name):
 def _check_structure(shape, indptr, indices):
     """Refuse what a kernel could read out of bounds with."""
     n_rows, n_cols = shape
+    if indptr.dtype.kind not in "iu" or indices.dtype.kind not in "iu":
+        raise TypeError(f"Pattern: structure of dtypes {indptr.dtype} and {indices.dtype}")
     if len(indptr) != n_rows + 1:
         raise ValueError(f"Pattern: indptr has {len(indptr)} entries, {n_rows} rows need one more")
     if indptr[0] != 0:
@@ -487,10 +494,9 @@ def _index_dtype(*sizes):
 
 
 def _frozen(array, dtype=None):
-    """Return an index array in C order and read-only."""
+    """Return an index array in C order that nobody can make writable again."""
     array = np.ascontiguousarray(array, dtype=dtype)
-    array.flags.writeable = False
-    return array
+    return np.asarray(memoryview(array).toreadonly())
 
 
 def _flat(rows, cols, shape):

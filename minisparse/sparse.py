@@ -205,8 +205,6 @@ class SparseTensor:
     array([ 3., 11.,  7.])
     """
 
-    __array_ufunc__ = None  # so that ndarray @ S and ndarray * S come to us
-
     def __init__(self, pattern, values):
         if not isinstance(pattern, Pattern):
             raise TypeError(f"SparseTensor: pattern is a {type(pattern).__name__}, not a Pattern")
@@ -309,6 +307,17 @@ class SparseTensor:
             f"dtype={self.dtype})"
         )
 
+    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        if ufunc in (np.matmul, np.multiply) and method == "__call__" and not kwargs:
+            return (matmul if ufunc is np.matmul else multiply)(*inputs)
+        return self.__array_function__(ufunc, (), inputs, kwargs)
+
+    def __array_function__(self, function, types, args, kwargs):
+        raise TypeError(
+            f"numpy.{function.__name__} is not there for a {type(self).__name__.lstrip('_')}: work "
+            "on its .values (as in S.with_values(ms.exp(S.values))), or on .to_dense()"
+        )
+
     def __copy__(self):
         return copy.deepcopy(self)  # copies are independent, as those of a Tensor are
 
@@ -365,6 +374,12 @@ class _Transposed(SparseTensor):
     @property
     def T(self):
         return self._base
+
+    def __tensor__(self):
+        raise TypeError(
+            "a transposed view computes with the values of what it views: ask for the gradient of "
+            "that (of S, not of S.T)"
+        )
 
     def _operand(self):
         values, pattern, transpose = self._base._operand()
@@ -559,6 +574,8 @@ def sddmm(U, V, pattern):
     >>> ms.sddmm([1.0, 2.0], [3.0, 4.0], ms.Pattern.diagonal(2)).values
     tensor([3., 8.])
     """
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"sddmm: pattern is a {type(pattern).__name__}, not a Pattern")
     U, V = (a if isinstance(a, Tensor) else np.asarray(a) for a in (U, V))
     if not (isinstance(U, Tensor) or isinstance(V, Tensor)):
         U, V = tensor(U), tensor(V)
@@ -667,7 +684,7 @@ class SparseParameter(SparseTensor):
         )
 
     def _setup(self, pattern, free, index_map, base):
-        self._pattern, self.free, self._index_map, self._base = pattern, free, index_map, base
+        self._pattern, self._free, self._index_map, self._base = pattern, free, index_map, base
         self._cache = None
 
     @classmethod
@@ -710,6 +727,10 @@ class SparseParameter(SparseTensor):
         return SparseParameter(parts, trainable=index[kept] >= 0, share=index[kept])
 
     @property
+    def free(self):
+        return self._free
+
+    @property
     def n_free(self):
         return self.free.size
 
@@ -720,6 +741,7 @@ class SparseParameter(SparseTensor):
         state = (self.free._version[0], is_grad_enabled(), self.free.requires_grad)
         if self._cache is None or self._cache[0] != state:
             values = gather(self.free, index_map=self._index_map, base=self._base)
+            values._array.flags.writeable = False  # the way in is `free`
             self._cache = state, values
         return self._cache[1]
 

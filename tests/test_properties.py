@@ -111,7 +111,7 @@ def test_stacks_are_products_one_by_one(data):
 @given(data=st.data(), dtype=DTYPES)
 def test_product_and_transposed_product_are_adjoint(backend, data, dtype):
     S = data.draw(mt.sparse_tensors(dtype=dtype, exact=True))
-    x, y = numbers(data, S.shape[1], dtype), numbers(data, S.shape[0], dtype)
+    y, x = (numbers(data, (n,), dtype) for n in S.shape)
     with ms.backend(backend):
         left, right = (S @ x) @ y, x @ (S.T @ y)
         assert left.item() == right.item() == (y @ (S @ x)).item() == ((y @ S) @ x).item()
@@ -577,7 +577,7 @@ def test_any_scipy_matrix_comes_out_canonical_and_is_left_alone(take, data, read
     A = data.draw(mt.scipy_csr(exact=True, format=ANY_FORMAT))
     D, arrays = A.toarray(), stored_arrays(A)
     before, identities = copied(arrays), {k: id(v) for k, v in arrays.items()}
-    if read_only and A.format != "dok":
+    if read_only and A.format not in ("dok", "lil"):  # SciPy itself cannot read such a lil
         for v in arrays.values():
             v.flags.writeable = False
     got = take(A)

@@ -599,3 +599,55 @@ def test_pickle_and_copy():
                 twin.__tensor__()[...] = 0.0
             assert S.to_scipy().toarray().any()
     assert copy.deepcopy(own).pattern is own.pattern
+
+
+def test_numpy_functions_name_the_remedy():
+    W = ms.SparseParameter(A)
+    np.testing.assert_array_equal(np.matmul(W, B).data, A @ B)
+    assert isinstance(np.multiply(2.0, W), ms.SparseTensor)
+    for bad in (
+        lambda: np.exp(W),
+        lambda: np.sum(W),
+        lambda: ms.sum(W),
+        lambda: np.ones((2, 3)) + W,
+    ):
+        with pytest.raises(TypeError, match=r"\.values.*\.to_dense"):
+            bad()
+    with pytest.raises(TypeError, match="not a Pattern"):
+        ms.sddmm(np.ones(2), np.ones(3), A)
+
+
+def test_gradient_of_a_transposed_view_is_refused():
+    S = ms.SparseTensor.from_scipy(A, requires_grad=True)
+    loss = (S.T @ np.ones(2)).sum()
+    with pytest.raises(TypeError, match="of S, not of S.T"):
+        ms.grad(loss, S.T)
+    np.testing.assert_array_equal(ms.grad(loss, S), [1, 1, 1])
+
+
+def test_nothing_gets_past_the_free_weights():
+    W = ms.SparseParameter(A, trainable=np.array([True, False, True]))
+    v = W.values
+    with ms.no_grad(), pytest.raises(ValueError, match="read-only"):
+        v += 1.0
+    with pytest.raises(AttributeError):
+        W.free = np.ones(2)
+    for array in (W.pattern.indices, W.pattern.indptr, W.pattern.rows):
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            array.flags.writeable = True
+
+
+@pytest.mark.parametrize("make", [sp.csc_array, lambda A: sp.bsr_array(A, blocksize=(1, 1))])
+def test_damaged_matrices_are_refused_and_left_alone(make):
+    """CASES 12, 13."""
+    C = make(sp.csr_array(np.eye(2)))
+    C.data, C.indices = np.resize(C.data, (9, *C.data.shape[1:])), np.arange(9, dtype=np.int32)
+    data = C.data
+    assert ms.Pattern.from_scipy(C).nnz == 2
+    assert C.data is data
+    C.indptr[1], C.indptr[2] = 2**30, 0
+    with pytest.raises(ValueError, match="indptr"):
+        ms.SparseTensor.from_scipy(C)
+    C.indptr[:] = [0, 1, 9]
+    with pytest.raises(ValueError):
+        ms.SparseTensor.from_scipy(C)

@@ -144,7 +144,10 @@ def get_num_threads():
     """Return the number of threads that kernels use: at first, the cores this process may use."""
     global _num_threads
     if _num_threads is None:
-        _num_threads = len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity"):  # Linux
+            _num_threads = len(os.sched_getaffinity(0))
+        else:
+            _num_threads = os.cpu_count() or 1
     return _num_threads
 
 

@@ -72,29 +72,30 @@ class _Pool:
 
 
 _pool = _Pool()
-os.register_at_fork(after_in_child=_pool.clear)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_pool.clear)
 
 
 class _Block:
     """The owner of one block: NumPy keeps it alive as long as any view of the array lives."""
 
-    __slots__ = ("__array_interface__", "_memory", "_pool", "_size")
+    __slots__ = ("__array_interface__", "_block", "_put", "_size")
 
     def __init__(self, shape, dtype, size):
-        memory = _pool.take(size)
-        if memory is None:
+        block = _pool.take(size)
+        if block is None:
             memory = np.empty(size + ALIGN, np.uint8)
-        address = memory.__array_interface__["data"][0]
-        self._memory, self._size, self._pool = memory, size, _pool
+            block = memory, -(-memory.ctypes.data // ALIGN) * ALIGN
+        self._block, self._size, self._put = block, size, _pool.put
         self.__array_interface__ = {
             "version": 3,
             "shape": shape,
             "typestr": dtype.str,
-            "data": (-(-address // ALIGN) * ALIGN, False),
+            "data": (block[1], False),
         }
 
     def __del__(self):
-        self._pool.put(self._size, self._memory)
+        self._put(self._size, self._block)
 
 
 def empty(shape, dtype):
