@@ -15,28 +15,27 @@ hold the Tensors they came from, so an intermediate array lives only if a rule a
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import inspect
 import itertools
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
-
-FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 
 # (is recording on, what was before): leaving restores what was there, with no state on no_grad.
 _mode: contextvars.ContextVar[tuple] = contextvars.ContextVar("grad_mode", default=(True, None))
 _counter = itertools.count()
 _FREED = object()
 _UNWATCHED = [0]  # the version of plain arrays, which may change unseen
+ALL, OUT = "all", "out"  # what a rule wants that is no single operand
 
 
 # ---------------------------------------------------------------------------------- grad mode
 
 
-class no_grad:  # noqa: N801 - a function to its users, like every context manager
+class no_grad(contextlib.ContextDecorator):  # noqa: N801 - a function to its users
     """Switch recording off, as a context manager or a decorator.
 
     The state belongs to the running thread and async task; leaving restores what was there before,
@@ -52,30 +51,23 @@ class no_grad:  # noqa: N801 - a function to its users, like every context manag
     tensor([0.5, 1.5], requires_grad=True)
     """
 
+    enabled = False
+
     def __enter__(self):
-        _mode.set((False, _mode.get()))
+        _mode.set((self.enabled, _mode.get()))
         return self
 
     def __exit__(self, *exc_info):
         _mode.set(_mode.get()[1])
 
     def __call__(self, function):
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise TypeError("no_grad: a generator runs piecewise; use `with ms.no_grad():` inside")
-        if inspect.iscoroutinefunction(function):
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError("no_grad decorates plain functions; use `with ms.no_grad():` inside")
+        return super().__call__(function)
 
-            @functools.wraps(function)
-            async def wrapper(*args, **kwargs):
-                with self:
-                    return await function(*args, **kwargs)
-        else:
 
-            @functools.wraps(function)
-            def wrapper(*args, **kwargs):
-                with self:
-                    return function(*args, **kwargs)
-
-        return wrapper
+class _Recording(no_grad):
+    enabled = True
 
 
 def is_grad_enabled() -> bool:
@@ -93,25 +85,19 @@ def is_grad_enabled() -> bool:
 # ------------------------------------------------------------------------------------ tensors
 
 
-def as_dtype(dtype) -> np.dtype:
-    """Return float32 or float64 as a NumPy dtype; anything else is a TypeError."""
-    dtype = np.dtype(dtype)
-    if dtype.newbyteorder("=") not in FLOATS:
-        raise TypeError(f"dtype {dtype} is not supported: minisparse computes in float32, float64")
-    return dtype.newbyteorder("=")
+def as_dtype(dtype, what="dtype") -> np.dtype:
+    """Return float32 or float64 in native byte order; anything else is a TypeError."""
+    dtype = np.dtype(dtype).newbyteorder("=")
+    if dtype not in (np.float32, np.float64):
+        raise TypeError(f"{what}: {dtype} is not supported; it takes float32 and float64")
+    return dtype
 
 
 def as_floats(data, dtype=None, what="tensor") -> np.ndarray:
     """Return `data` as a new C-ordered float32 or float64 array; integers become float64."""
     array = np.array(data, order="C")
-    if array.dtype.kind in "biu":
-        array = array.astype(np.float64)
-    if array.dtype.newbyteorder("=") not in FLOATS:
-        raise TypeError(
-            f"{what}: data of dtype {array.dtype} is not supported; "
-            "minisparse takes float32 or float64 (integers and booleans become float64)"
-        )
-    return array.astype(as_dtype(array.dtype if dtype is None else dtype), copy=False)
+    own = as_dtype(np.float64 if array.dtype.kind in "biu" else array.dtype, what)
+    return array.astype(own if dtype is None else as_dtype(dtype), copy=False)
 
 
 class Tensor:
@@ -134,12 +120,12 @@ class Tensor:
     __slots__ = ("__weakref__", "_array", "_grad", "_node", "_requires_grad", "_version")
     __hash__ = object.__hash__
 
-    def __init__(self, data, *, requires_grad=False, dtype=None):
-        self._array = as_floats(data, dtype)
-        self._requires_grad = bool(requires_grad)
+    def __init__(self, array, requires_grad=False, node=None, version=None):
+        self._array = array  # as it is: `tensor` copies and checks
+        self._requires_grad = requires_grad
         self._grad = None
-        self._node = None
-        self._version = [0]  # belongs to the memory: views and detach() share it
+        self._node = node
+        self._version = version or [0]  # belongs to the memory: views and detach() share it
 
     @property
     def data(self):
@@ -149,16 +135,13 @@ class Tensor:
 
     @data.setter
     def data(self, array):
-        array = array._array if isinstance(array, Tensor) else np.asarray(array)
+        array = raw(array)
         if array.shape != self.shape:
             raise ValueError(f"data of shape {array.shape} for a Tensor of shape {self.shape}")
         self._overwrite(..., array)
 
     def _overwrite(self, key, value):
-        value = value._array if isinstance(value, Tensor) else np.asarray(value)
-        if value.dtype.kind not in "biuf":
-            raise TypeError(f"cannot write data of dtype {value.dtype} into a {self.dtype} Tensor")
-        self._array[key] = value
+        self._array[key] = as_operand(raw(value), self.dtype, "data")
         self._version[0] += 1
 
     @property
@@ -171,8 +154,7 @@ class Tensor:
             if self._node is not None:
                 raise ValueError("only leaves have a .grad; this is the result of an operation")
             if not hasattr(value, "to_dense"):
-                value = value._array if isinstance(value, Tensor) else value
-                value = _operand(value, self.dtype, "grad")
+                value = as_operand(raw(value), self.dtype, "grad")
             if value.shape != self.shape:
                 raise ValueError(f"grad of shape {value.shape} for a Tensor of shape {self.shape}")
         self._grad = value
@@ -187,82 +169,14 @@ class Tensor:
             raise RuntimeError("requires_grad can be set on leaves only; use .detach()")
         self._requires_grad = bool(value)
 
-    @property
-    def shape(self):
-        return self._array.shape
-
-    @property
-    def ndim(self):
-        return self._array.ndim
-
-    @property
-    def size(self):
-        return self._array.size
-
-    @property
-    def dtype(self):
-        return self._array.dtype
-
-    def numpy(self):
-        """Return the numbers as a read-only NumPy view that is not differentiated."""
-        return self.data
+    shape = property(attrgetter("_array.shape"))
+    ndim = property(attrgetter("_array.ndim"))
+    size = property(attrgetter("_array.size"))
+    dtype = property(attrgetter("_array.dtype"))
 
     def detach(self):
         """Return a Tensor that shares this one's memory and does not require grad."""
-        return wrap(self._array, version=self._version)
-
-    def item(self):
-        """Return the only element as a Python float; ValueError if there is not just one."""
-        return self._array.item()
-
-    def __float__(self):
-        if self.size != 1:
-            raise TypeError(f"only a Tensor of one element becomes a float, not shape {self.shape}")
-        return self._array.item()
-
-    def __int__(self):
-        return int(float(self))
-
-    def __format__(self, spec):
-        return format(self.item(), spec) if spec and self.size == 1 else format(repr(self), spec)
-
-    def __bool__(self):
-        return bool(self._array)
-
-    def __len__(self):
-        if not self.shape:
-            raise TypeError("len() of a Tensor of shape ()")
-        return self.shape[0]
-
-    def __repr__(self):
-        text = np.array2string(self._array, separator=", ", prefix="tensor(")
-        extra = "" if self.dtype == np.float64 else f", dtype={self.dtype}"
-        if self._node is not None:
-            extra += f", op={self._node.op.name}"
-        elif self._requires_grad:
-            extra += ", requires_grad=True"
-        return f"tensor({text}{extra})"
-
-    def __array__(self, dtype=None, copy=None):
-        if self._requires_grad:
-            raise TypeError(
-                "a Tensor that requires grad does not become an array, since its gradient would be "
-                "lost: use t.numpy() for the numbers, ms.matmul(A, t) or ms.multiply(A, t) to "
-                "combine it with a SciPy matrix or an array, ms.stack to join a list of Tensors"
-            )
-        if copy or (dtype is not None and np.dtype(dtype) != self.dtype):
-            if copy is False:
-                raise ValueError(f"a {self.dtype} Tensor does not become {dtype} without a copy")
-            return self._array.astype(dtype or self.dtype)
-        return self.data
-
-    def __reduce__(self):
-        if self._node is not None:
-            raise TypeError(
-                f"the result of {self._node.op.name} belongs to a graph and is neither pickled nor "
-                "copied: use .detach() first"
-            )
-        return _rebuild, (self._array, self._requires_grad, self._grad)
+        return Tensor(self._array, version=self._version)
 
     def backward(self, gradient=None, *, retain_graph=False):
         """Add to every leaf's ``.grad`` the gradient of this Tensor.
@@ -283,12 +197,13 @@ class Tensor:
         if not self._requires_grad:
             raise RuntimeError("backward: this Tensor does not require grad")
         edge = self._node or self
-        _, leaves, owned = _walk(edge, _seed(self, gradient, "gradient"), None, False, retain_graph)
+        leaves, owned = _walk(edge, _seed(self, gradient, "gradient"), None, False, retain_graph)
         for leaf, g in leaves.items():
             if leaf._grad is not None:
-                leaf._grad = np.asarray(leaf._grad + g) if type(g) is np.ndarray else leaf._grad + g
-            else:
-                leaf._grad = g if leaf in owned or type(g) is not np.ndarray else np.array(g)
+                g = leaf._grad + g
+            elif leaf not in owned and type(g) is np.ndarray:
+                g = g.copy()
+            leaf._grad = np.asarray(g) if isinstance(g, np.generic) else g
 
 
 def tensor(data, *, requires_grad=False, dtype=None) -> Tensor:
@@ -315,24 +230,12 @@ def tensor(data, *, requires_grad=False, dtype=None) -> Tensor:
     >>> w.grad
     array([6.])
     """
-    return Tensor(data, requires_grad=requires_grad, dtype=dtype)
+    return Tensor(as_floats(data, dtype), bool(requires_grad))
 
 
-def _rebuild(data, requires_grad, grad):
-    t = Tensor(data, requires_grad=requires_grad)
-    t._grad = grad.copy() if isinstance(grad, np.ndarray) else grad
-    return t
-
-
-def wrap(data, *, requires_grad=False, node=None, version=None) -> Tensor:
-    """Make a Tensor around an array without copying or checking it (for the package itself)."""
-    t = Tensor.__new__(Tensor)
-    t._array = data
-    t._requires_grad = requires_grad
-    t._grad = None
-    t._node = node
-    t._version = [0] if version is None else version
-    return t
+def raw(x) -> np.ndarray:
+    """Return the array under a Tensor, and anything else as an array."""
+    return x._array if isinstance(x, Tensor) else np.asarray(x)
 
 
 # --------------------------------------------------------------------------------- primitives
@@ -364,59 +267,43 @@ class _Op:
     """What a primitive knows of its own signature and of its rule's."""
 
     def __init__(self, function):
-        self.function = function
         self.name = function.__name__
         self.rule = None
-        self.wants: tuple = ()  # (kind, operand index or keyword, gradient served or None)
-        params = inspect.signature(function).parameters.values()
-        self.structure = {p.name: p.default for p in params if p.kind is p.KEYWORD_ONLY}
+        self.wants: list = []  # (how to pick it, what to watch, gradient served or None)
+        params = list(inspect.signature(function).parameters.values())
         arrays = [p for p in params if p.kind is not p.KEYWORD_ONLY]
-        self.variadic = len(arrays) == 1 and arrays[0].kind is inspect.Parameter.VAR_POSITIONAL
-        for p in arrays:
-            if not self.variadic and (p.kind is p.VAR_POSITIONAL or p.default is not p.empty):
-                raise TypeError(
-                    f"primitive {self.name}: {p} must be a plain positional parameter; what has a "
-                    "default is structure and comes after the *"
-                )
         self.arrays = [p.name for p in arrays]
+        structure = params[len(arrays) :]
+        self.variadic = [p.kind for p in arrays] == [inspect.Parameter.VAR_POSITIONAL]
+        # How a rule's wish is picked from (operands, result, keywords), and what to watch of it.
+        self.picks: dict = {"out": (lambda xs, out, kwargs: out, OUT)}
+        for p in structure:
+            self.picks[p.name] = (lambda xs, out, kwargs, p=p: kwargs.get(p.name, p.default)), None
+        for i, name in enumerate(self.arrays):
+            key, watched = (slice(None), ALL) if self.variadic else (i, i)
+            self.picks[name] = (lambda xs, out, kwargs, key=key: xs[key]), watched
+            self.picks[f"{name}_shape"] = (lambda xs, out, kwargs, key=key: _shape(xs[key])), None
+        if any(p.default is not p.empty for p in arrays):
+            raise TypeError(f"{self.name}: what has a default is structure and comes after the *")
+        places = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in params]
+        self.by_place = inspect.Signature(places)
 
     def rebind(self, args, kwargs):
         """Sort operands given by name, and structure given by position, into their places."""
-        n = len(self.arrays)
-        args, extra = list(args[:n]), args[n:]
-        if len(extra) > len(self.structure):
-            raise TypeError(f"{self.name}: too many arguments")
-        for name, value in zip(self.structure, extra, strict=False):
-            if name in kwargs:
-                raise TypeError(f"{self.name}: {name} is given twice")
-            kwargs[name] = value
-        for name in self.arrays[len(args) :]:
-            if name not in kwargs:
-                raise TypeError(f"{self.name}: operand {name} is missing")
-            args.append(kwargs.pop(name))
-        return args, kwargs
+        try:
+            given = self.by_place.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}") from None
+        return [given.pop(name) for name in self.arrays], given
 
     def define(self, rule, serves):
         """Read off the rule's signature what has to be kept for it."""
-        names = list(inspect.signature(rule).parameters)
-        wants = []
-        for name in names[2:]:
-            base = name.removesuffix("_shape")
-            if name in self.arrays:
-                wants.append(("xs" if self.variadic else "x", self.arrays.index(name)))
-            elif name == "out" or name in self.structure:
-                wants.append(("out", None) if name == "out" else ("structure", name))
-            elif base in self.arrays:
-                wants.append(("shapes" if self.variadic else "shape", self.arrays.index(base)))
-            else:
-                raise TypeError(
-                    f"the rule of {self.name} asks for {name!r}; it may ask for g, need, then any "
-                    f"of {self.arrays}, their <name>_shape, out, {list(self.structure)}"
-                )
-        unknown = set(serves) - set(names)
-        if len(names) < 2 or unknown:
-            raise TypeError(f"the rule of {self.name} begins with g, need; unknown: {unknown}")
-        self.wants = tuple((*w, serves.get(name)) for w, name in zip(wants, names[2:], strict=True))
+        names = list(inspect.signature(rule).parameters)[2:]
+        unknown = [n for n in names if n not in self.picks] + [n for n in serves if n not in names]
+        if unknown:
+            known = [*self.picks]
+            raise TypeError(f"the rule of {self.name} asks for {unknown}; after g, need: {known}")
+        self.wants = [(*self.picks[name], serves.get(name)) for name in names]
         self.rule = rule
 
 
@@ -454,77 +341,55 @@ def primitive(function):
     array([1., 8.])
     """
     op = _Op(function)
-    n_arrays = -1 if op.variadic else len(op.arrays)
+    n_arrays = None if op.variadic else len(op.arrays)
 
     @functools.wraps(function)
     def apply(*args, **kwargs):
-        if len(args) != n_arrays and n_arrays >= 0:
+        if len(args) != n_arrays and n_arrays is not None:
             args, kwargs = op.rebind(args, kwargs)
-        for name, value in kwargs.items():
-            if isinstance(value, Tensor):
-                raise TypeError(f"{op.name}: {name} is structure and cannot be a Tensor")
-        dtype = None
+        if kwargs and any(isinstance(value, Tensor) for value in kwargs.values()):
+            raise TypeError(f"{op.name}: {', '.join(kwargs)} are structure and take no Tensor")
         for a in args:
             if isinstance(a, Tensor):
-                if dtype is None:
-                    dtype = a._array.dtype
-                elif a._array.dtype != dtype:
-                    raise TypeError(
-                        f"{op.name}: Tensors of dtypes {dtype} and {a._array.dtype}; "
-                        "bring one to the other's with .astype"
-                    )
-        if dtype is None:
+                dtype = a._array.dtype
+                break
+        else:
             return function(*args, **kwargs)
 
-        recording = _mode.get()[0]
-        arrays, parents, recorded = [], [], False
+        recording, recorded, arrays, parents = _mode.get()[0], False, [], []
         for a in args:
             edge = None
-            if isinstance(a, Tensor):
+            if not isinstance(a, Tensor):
+                arrays.append(as_operand(a, dtype, op.name))
+            elif a._array.dtype != dtype:
+                raise TypeError(f"{op.name}: Tensors of {dtype} and {a.dtype}; use .astype on one")
+            else:
+                arrays.append(a._array)
                 if recording and a._requires_grad:
                     edge = a._node or a
                     recorded = True
-                arrays.append(a._array)
-            else:
-                arrays.append(_operand(a, dtype, op.name))
             parents.append(edge)
         out = function(*arrays, **kwargs)
-        if not isinstance(out, np.ndarray):
-            out = np.asarray(out)
-        fresh = out.base is None and id(out) not in map(id, arrays)
-        version = [0] if fresh else _version_of(out, args)
+        out = out if isinstance(out, np.ndarray) else np.asarray(out)
+        version = _version_of(out, args)
         if not recorded:
-            return wrap(out, version=version)
-
+            return Tensor(out, version=version)
         node = Node()
-        node.op = op
-        node.parents = parents
-        node.shape = out.shape
-        node.dtype = out.dtype
+        node.op, node.parents, node.shape, node.dtype = op, parents, out.shape, out.dtype
         node.order = next(_counter)
-        node.saved = saved = []
-        node.guards = guards = []
-        for kind, key, serves in op.wants:
+        node.saved, node.guards = saved, guards = [], []
+        for pick, watched, serves in op.wants:
             if serves is not None and parents[serves] is None:
                 saved.append(None)
-            elif kind == "shape":
-                saved.append(arrays[key].shape)
-            elif kind == "x":
-                saved.append(arrays[key])
-                seen = args[key]._version if isinstance(args[key], Tensor) else _UNWATCHED
-                guards.append((seen, seen[0], serves))
-            elif kind == "out":
-                saved.append(out)
+                continue
+            saved.append(pick(arrays, out, kwargs))
+            if watched is OUT:
                 guards.append((version, version[0], serves))
-            elif kind == "structure":
-                saved.append(kwargs.get(key, op.structure[key]))
-            elif kind == "shapes":
-                saved.append([a.shape for a in arrays])
-            else:
-                saved.append(arrays)
-                seen = [a._version for a in args if isinstance(a, Tensor)]
-                guards.extend([(v, v[0], serves) for v in seen])
-        return wrap(out, requires_grad=True, node=node, version=version)
+            elif watched is not None:
+                for a in args if watched is ALL else (args[watched],):
+                    seen = a._version if isinstance(a, Tensor) else _UNWATCHED
+                    guards.append((seen, seen[0], serves))
+        return Tensor(out, True, node, version)
 
     def vjp(rule=None, /, **serves):
         """Attach the rule ``(g, need, ...) -> gradients``; see :func:`primitive`."""
@@ -537,23 +402,27 @@ def primitive(function):
     return apply
 
 
-def _operand(a, dtype, name):
+def _shape(x):
+    return [a.shape for a in x] if isinstance(x, list) else x.shape
+
+
+def as_operand(a, dtype, name) -> np.ndarray:
     """Bring a plain operand to the Tensors' dtype: the Tensor's wins."""
     if isinstance(a, np.ndarray) and a.dtype == dtype:
         return a
     array = np.asarray(float(a) if isinstance(a, int) else a)  # an int may be too long for NumPy
     if array.dtype.kind not in "biuf":
-        raise TypeError(
-            f"{name}: an operand of type {type(a).__name__} (dtype {array.dtype}); "
-            "it takes Tensors, real arrays and numbers"
-        )
+        kind = f"{type(a).__name__} of dtype {array.dtype}"
+        raise TypeError(f"{name}: takes Tensors, real arrays and numbers, not a {kind}")
     return array.astype(dtype)
 
 
 def _version_of(out, args):
     """Find the version counter of the memory that `out` sees: a view shares its operand's."""
     for a in args:
-        if isinstance(a, Tensor) and (out is a._array or np.may_share_memory(out, a._array)):
+        if isinstance(a, Tensor) and (
+            out is a._array or (out.base is not None and np.may_share_memory(out, a._array))
+        ):
             return a._version
     return [0]
 
@@ -600,51 +469,44 @@ def grad(output, inputs, grad_output=None, *, create_graph=False, retain_graph=N
     if not isinstance(output, Tensor):
         raise TypeError(f"grad: output is a {type(output).__name__}, not a Tensor")
     single = isinstance(inputs, Tensor) or hasattr(inputs, "__tensor__")
-    targets = []
-    for i, t in enumerate([inputs] if single else inputs):
-        t = t.__tensor__() if hasattr(t, "__tensor__") else t
+    inputs = [inputs] if single else inputs
+    targets = [t.__tensor__() if hasattr(t, "__tensor__") else t for t in inputs]
+    for i, t in enumerate(targets):
         if not isinstance(t, Tensor):
             raise TypeError(f"grad: input {i} is a {type(t).__name__}, not a Tensor")
         if not t._requires_grad:
             raise ValueError(f"grad: input {i} does not require grad")
-        targets.append(t)
     edges = [t._node or t for t in targets]
-    found: dict = {}
-    owned: set = set()
+    found, owned = {}, set()
     seed = _seed(output, grad_output, "grad_output", create_graph)
     if output._requires_grad:
         retain = create_graph if retain_graph is None else retain_graph
-        found, leaves, owned = _walk(output._node or output, seed, set(edges), create_graph, retain)
-        found.update(leaves)
-    results: list[Any] = []
-    for t, edge in zip(targets, edges, strict=True):
-        g = found.get(edge)
-        if g is None:
-            g = np.zeros_like(t._array)
-        elif hasattr(g, "to_dense"):
-            g = g.to_dense()
-        elif edge in owned:
-            owned.discard(edge)  # an input named twice gets two arrays
-        elif not isinstance(g, Tensor):
+        root = output._node or output
+        found, owned = _walk(root, seed, set(edges), create_graph, retain)
+
+    def result(t, edge):
+        g = found.get(edge, np.zeros_like(t._array))
+        g = g.to_dense() if hasattr(g, "to_dense") else g
+        if isinstance(g, Tensor):
+            return g
+        if edge not in owned or sum(e is edge for e in edges) > 1:
             g = np.array(g)
-        results.append(wrap(g) if create_graph and not isinstance(g, Tensor) else g)
-    return results[0] if single else tuple(results)
+        return Tensor(g) if create_graph else g
+
+    results = tuple(result(t, edge) for t, edge in zip(targets, edges, strict=True))
+    return results[0] if single else results
 
 
 def _seed(output, gradient, name, create_graph=False):
     """Check the cotangent a walk starts from, or make the 1 of a single element."""
     if gradient is None:
         if output.size != 1:
-            raise RuntimeError(
-                f"a Tensor of shape {output.shape} has no single gradient: pass `{name}` of that "
-                "shape, or reduce it to one element first"
-            )
+            raise RuntimeError(f"an output of shape {output.shape} needs `{name}` of that shape")
         gradient = np.ones_like(output._array)
-    if isinstance(gradient, Tensor):
-        if gradient.dtype != output.dtype:
-            raise TypeError(f"{name} is {gradient.dtype}, the output {output.dtype}: use .astype")
-    else:
-        gradient = wrap(_operand(gradient, output.dtype, name))
+    if not isinstance(gradient, Tensor):
+        gradient = Tensor(as_operand(gradient, output.dtype, name))
+    if gradient.dtype != output.dtype:
+        raise TypeError(f"{name} is {gradient.dtype}, the output {output.dtype}: use .astype")
     if gradient.shape != output.shape:
         raise ValueError(f"{name} has shape {gradient.shape}, the output {output.shape}")
     return gradient if create_graph else gradient._array
@@ -653,34 +515,29 @@ def _seed(output, gradient, name, create_graph=False):
 def _walk(root, seed, targets, create_graph, retain):
     """Run the rules from `root` down, newest node first.
 
-    Returns the gradients found at `targets` that are nodes, those of the leaves, and the set of
-    edges whose array was made here and is seen by nobody else.  Nothing outside is changed, except
-    that nodes which ran are freed unless `retain`.
+    Returns the gradients at the leaves and `targets`, and the edges whose array was made here and
+    is seen by nobody else.  Nothing outside is changed, except that nodes which ran are freed
+    unless `retain`.
     """
-    nodes, needs = _plan(root, targets)
-    grads = {root: seed}
-    found, owned = {}, set()
+    grads, owned = {root: seed}, set()
     expected = Tensor if create_graph else np.ndarray
-    _mode.set((create_graph, _mode.get()))
-    try:
-        for node in nodes:
+    with _Recording() if create_graph else no_grad():
+        for node, need in _plan(root, targets):
             g = grads.pop(node, None)
             if g is None:
                 continue
             if targets is not None and node in targets:
-                found[node] = g
-            need = needs[node]
-            if True not in need:
-                continue
+                grads[node] = g
             saved = _as_tensors(node) if create_graph else node.saved
-            results = node.op.rule(g, need, *saved)
-            if type(results) is not tuple:
-                results = (results,)
+            try:
+                results = node.op.rule(g, need, *saved)
+            except Exception as error:
+                error.add_note(f"(while running the gradient rule of {node.op.name})")
+                raise
+            results = results if type(results) is tuple else (results,)
             if len(results) != len(need):
-                raise RuntimeError(
-                    f"the rule of {node.op.name} returned {len(results)} gradients for "
-                    f"{len(need)} operands"
-                )
+                wrong = f"{len(results)} gradients for {len(need)} operands"
+                raise RuntimeError(f"the rule of {node.op.name} returned {wrong}")
             for edge, needed, r in zip(node.parents, need, results, strict=True):
                 if not needed or r is None:
                     continue
@@ -690,84 +547,66 @@ def _walk(root, seed, targets, create_graph, retain):
                 old = grads.get(edge)
                 if old is None:
                     grads[edge] = r
-                    if leaf and not create_graph and _is_new(r, g, saved, results):
+                    if leaf and _is_new(r, g, saved, results):
                         owned.add(edge)
                 elif edge in owned and type(old) is type(r) is np.ndarray:
                     np.add(old, r, out=old)
                 else:
                     total = old + r
                     grads[edge] = np.asarray(total) if isinstance(total, np.generic) else total
-                    if not create_graph:
-                        owned.add(edge)
+                    owned.add(edge)
             if not retain and node.guards:
                 node.saved = _FREED
-    except Exception as error:
-        error.add_note(f"(while running the gradient rule of {node.op.name})")
-        raise
-    finally:
-        _mode.set(_mode.get()[1])
-    return found, grads, owned
+    return grads, owned
 
 
 def _plan(root, targets):
-    """List the nodes behind `root`, newest first, with the gradients each has to give.
+    """List the nodes to run, newest first, each with which gradients it has to give.
 
     Everything that can be known to fail is found here, before any rule has run.
     """
-    nodes, seen, stack = [], {root}, [root]
+    seen, stack, plan = set(), [root], []
     while stack:
         node = stack.pop()
-        if type(node) is Node:
-            nodes.append(node)
-            for edge in node.parents:
-                if edge is not None and edge not in seen:
-                    seen.add(edge)
-                    stack.append(edge)
-    nodes.sort(key=attrgetter("order"))
-    needs = {}
-    wanted = seen if targets is None else set(targets)
-    for node in nodes:  # oldest first: a node is wanted if one of its parents is
-        needs[node] = need = tuple([edge in wanted for edge in node.parents])
+        if type(node) is Node and node not in seen:
+            seen.add(node)
+            stack.extend(node.parents)
+    wanted = set() if targets is None else set(targets)
+    for node in sorted(seen, key=attrgetter("order")):  # parents come before what is made of them
+        need = [e is not None and (targets is None or e in wanted) for e in node.parents]
         if True not in need:
             continue
         wanted.add(node)
+        plan.append((node, need))
         if node.saved is _FREED:
-            raise RuntimeError(
-                f"the graph behind {node.op.name} was freed by an earlier backward: pass "
-                "retain_graph=True to the earlier one, or compute the forward again"
-            )
+            raise RuntimeError(f"{node.op.name} was freed by a backward without retain_graph=True")
         for version, then, serves in node.guards:
             if version[0] != then and (serves is None or need[serves]):
                 raise RuntimeError(
-                    f"a Tensor that {node.op.name} saved for its gradient was changed in place "
-                    "since (by an optimizer step, t -= ..., t[...] = ... or t.data = ...): run "
-                    "backward before the change, or compute the forward again"
+                    f"a Tensor that {node.op.name} saved was changed in place: run backward first"
                 )
         if node.op.rule is None:
             raise RuntimeError(f"{node.op.name} has no gradient rule: define one with .vjp")
-    nodes.reverse()
-    return nodes, needs
+    return plan[::-1]
 
 
 def _as_tensors(node):
     """Give the saved arrays their place in the graph back, so that a rule on them is recorded."""
 
-    def attach(array, edge):
-        if edge is None or array is None:
-            return array
-        if type(edge) is Tensor:
-            return edge
-        return wrap(array, requires_grad=True, node=edge)
+    versions = (version for version, _, _ in node.guards)
 
-    saved = []
-    for (kind, key, _), value in zip(node.op.wants, node.saved, strict=True):
-        if kind == "x":
-            value = attach(value, node.parents[key])
-        elif kind == "xs":
-            value = [attach(v, edge) for v, edge in zip(value, node.parents, strict=True)]
-        elif kind == "out":
-            value = attach(value, node)
-        saved.append(value)
+    def attach(array, edge):
+        version = next(versions)
+        if type(edge) is Tensor or (edge is None and version is _UNWATCHED):
+            return array if edge is None else edge
+        return Tensor(array, edge is not None, edge, version)
+
+    saved = list(node.saved)
+    for i, (_, watched, _) in enumerate(node.op.wants):
+        if watched is ALL:
+            saved[i] = [attach(*pair) for pair in zip(saved[i], node.parents, strict=True)]
+        elif watched is not None and saved[i] is not None:
+            saved[i] = attach(saved[i], node if watched is OUT else node.parents[watched])
     return saved
 
 
@@ -778,19 +617,15 @@ def _checked(r, edge, leaf, name):
     elif not isinstance(r, Tensor):
         r = np.asarray(r)
     if r.shape != edge.shape:
-        raise RuntimeError(
-            f"the rule of {name} returned a gradient of shape {r.shape} for an operand of shape "
-            f"{edge.shape}"
-        )
+        wrong = f"a gradient of shape {r.shape} for an operand of shape {edge.shape}"
+        raise RuntimeError(f"the rule of {name} returned {wrong}")
     return r if r.dtype == edge.dtype else r.astype(edge.dtype)
 
 
 def _is_new(r, g, saved, results):
     """Tell whether a rule made `r` itself and nobody else can see its memory."""
-    if type(r) is not np.ndarray or isinstance(r.base, np.ndarray) or r is g:
+    if type(r) is not np.ndarray or isinstance(r.base, np.ndarray):
         return False
-    others = [*results, *saved]
-    others += [array for group in saved if type(group) is list for array in group]
-    return sum(o is r for o in others) == 1 and all(
-        getattr(o, "base", None) is not r for o in others
-    )
+    lists = [array for group in saved if type(group) is list for array in group]
+    others = [g, *results, *saved, *lists]
+    return sum(r is o or r is getattr(o, "base", None) for o in others) == 1

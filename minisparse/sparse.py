@@ -23,8 +23,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from . import kernels, ops
-from .engine import Tensor, is_grad_enabled, primitive, tensor
-from .ops.shapes import raw
+from .engine import Tensor, is_grad_enabled, primitive, raw, tensor
 from .pattern import IndexMap, Pattern, PatternMismatchError, _flat, _from_flat, canonical
 
 # ----------------------------------------------------------------------------------- primitives
@@ -110,6 +109,8 @@ def gather(x, *, index_map, base=None):
     """
     if x.shape != (index_map.n_source,):
         raise ValueError(f"gather: x of shape {x.shape}, needs ({index_map.n_source},)")
+    if base is not None and base.dtype != x.dtype:
+        raise TypeError(f"gather: x of dtype {x.dtype}, base of dtype {base.dtype}")
     return kernels.gather(x, index_map.index, base)
 
 

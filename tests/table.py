@@ -430,7 +430,7 @@ TABLE: list[Row] = [
     ),
     Row(
         "gather",
-        lambda x: mss.gather(x, index_map=MAP, base=BASE),
+        lambda x: mss.gather(x, index_map=MAP, base=BASE.astype(x.dtype)),
         lambda x: np.array([x[2], -0.0, x[0], x[0], x[3]]),
         (normal(4),),
         (mss.gather,),

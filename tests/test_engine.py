@@ -259,11 +259,10 @@ def test_grad_mode_belongs_to_thread_and_task():
         thread.join()
     assert seen == [True]
 
-    @ms.no_grad()
     async def without():
-        before = ms.is_grad_enabled()
-        await asyncio.sleep(0)
-        return before, ms.is_grad_enabled()
+        with ms.no_grad():
+            await asyncio.sleep(0)
+            return ms.is_grad_enabled()
 
     async def with_grad():
         await asyncio.sleep(0)
@@ -272,12 +271,19 @@ def test_grad_mode_belongs_to_thread_and_task():
     async def both():
         return await asyncio.gather(without(), with_grad(), without())
 
-    assert asyncio.run(both()) == [(False, False), True, (False, False)]
-    with pytest.raises(TypeError, match="generator"):
+    assert asyncio.run(both()) == [False, True, False]
 
-        @ms.no_grad()
-        def generator():
-            yield 1
+
+def test_no_grad_decorates_plain_functions_only():
+    def generator():
+        yield 1
+
+    async def coroutine():
+        pass
+
+    for function in (generator, coroutine):
+        with pytest.raises(TypeError, match="plain functions"):
+            ms.no_grad()(function)
 
 
 # ------------------------------------------------------------------------------ in-place changes
@@ -544,16 +550,16 @@ def test_pickle_and_copy():
 
 
 def test_primitive_signature_errors():
-    with pytest.raises(TypeError, match="plain positional"):
+    with pytest.raises(TypeError, match="comes after"):
         ms.primitive(lambda x=1: x)
 
     @ms.primitive
     def f(x, *, scale=2.0):
         return x * scale
 
-    with pytest.raises(TypeError, match="asks for 'y'"):
+    with pytest.raises(TypeError, match=r"asks for \['y'\]"):
         f.vjp(lambda g, need, y: g)
-    with pytest.raises(TypeError, match="unknown"):
+    with pytest.raises(TypeError, match="asks for"):
         f.vjp(lambda g, need: g, x=0)
     with pytest.raises(RuntimeError, match="no gradient rule"):
         f(leaf(1.0)).backward()
@@ -563,11 +569,11 @@ def test_primitive_signature_errors():
     assert x.grad == 3
     f(x=x).backward()
     assert x.grad == 5
-    with pytest.raises(TypeError, match="too many"):
+    with pytest.raises(TypeError, match=r"too many|multiple"):
         f(x, 1.0, 2.0)
     with pytest.raises(TypeError, match="missing"):
         f(scale=1.0)
-    with pytest.raises(TypeError, match="twice"):
+    with pytest.raises(TypeError, match="multiple"):
         f(x, 1.0, scale=2.0)
 
 

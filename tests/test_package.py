@@ -55,7 +55,15 @@ def test_imports_point_one_way(path):
     assert set(inside) - {None, own} <= ALLOWED[own]
     assert "minisparse" not in outside
     if own == "engine":
-        standard = {"__future__", "contextvars", "functools", "inspect", "itertools", "operator"}
+        standard = {
+            "__future__",
+            "contextlib",
+            "contextvars",
+            "functools",
+            "inspect",
+            "itertools",
+            "operator",
+        }
         assert set(outside) - {None} <= standard | {"typing", "numpy"}
     if own != "kernels":
         assert "numba" not in outside

@@ -520,12 +520,8 @@ def _sddmm(chunk, chunks, out, perm, u, v, ptr, indices, permuted, column, more,
         row = (*arrays, first, end, indices, last, permuted, more, ahead)
         if size >= 64:
             _entries(zeros(v, 64), *row)
-        elif size >= 32:
-            _entries(zeros(v, 32), *row)
         elif size >= 16:
             _entries(zeros(v, 16), *row)
-        elif size >= 8:
-            _entries(zeros(v, 8), *row)
         else:
             _entries(zeros(v, 4), *row)
         first = end
@@ -895,8 +891,7 @@ def _pieces(plan, i):
     entries = slice(plan.indptr[i], plan.indptr[i + 1])
     n = entries.stop - entries.start
     ptr = np.append(np.arange(0, n, SPLIT, plan.indptr.dtype), n).astype(plan.indptr.dtype)
-    perm = None if plan.perm is None else plan.perm[entries]
-    return Plan(ptr, plan.indices[entries], plan.n_cols, perm), entries
+    return Plan(ptr, plan.indices[entries], plan.n_cols), entries
 
 
 def contiguous(x):
@@ -973,7 +968,8 @@ def spmm(plan, values, x):
             _ahead(part),
         )
     for i, pieces, entries in derived.giants:
-        sums = spmm(pieces, values if permuted else values[entries], x)
+        of_row = gather(values, perm[entries]) if permuted else values[entries]
+        sums = spmm(pieces, of_row, x)
         row = out[i]
         row[...] = sums[0]
         for piece in sums[1:]:

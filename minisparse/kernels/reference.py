@@ -62,13 +62,13 @@ def sddmm(plan, u, v):
     -----
     O(nnz·k + n_rows).
     """
-    u, v = u.reshape(plan.n_rows, -1 if u.size else 0), v.reshape(plan.n_cols, -1 if v.size else 0)
-    k = min(u.shape[1], v.shape[1])
+    if u.ndim == 1:
+        u, v = u[:, None], v[:, None]
     out = np.zeros(plan.nnz, u.dtype)
     for i in range(plan.n_rows):
         for e in range(plan.indptr[i], plan.indptr[i + 1]):
             at = e if plan.perm is None else plan.perm[e]
-            for c in range(k):
+            for c in range(u.shape[1]):
                 out[at] += u[i, c] * v[plan.indices[e], c]
     return out
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 
 import numpy as np
 
-from ..engine import Tensor, as_dtype, is_grad_enabled
+from ..engine import Tensor, as_dtype, is_grad_enabled, raw, tensor
 from .elementwise import (
     absolute,
     add,
@@ -49,7 +50,6 @@ from .shapes import (
     getitem,
     index_add,
     ravel,
-    raw,
     reshape,
     scatter,
     select_items,
@@ -117,8 +117,81 @@ def _setitem(self, key, value):
     self._overwrite(key, value)
 
 
+def _float(self):
+    if self.size != 1:
+        raise TypeError(f"only a Tensor of one element becomes a number, not shape {self.shape}")
+    return self.item()
+
+
+def _len(self):
+    if not self.shape:
+        raise TypeError("len() of a Tensor of shape ()")
+    return self.shape[0]
+
+
+def _repr(self):
+    text = np.array2string(self._array, separator=", ", prefix="tensor(")
+    extra = "" if self.dtype == np.float64 else f", dtype={self.dtype}"
+    if self._node is not None:
+        extra += f", op={self._node.op.name}"
+    elif self.requires_grad:
+        extra += ", requires_grad=True"
+    return f"tensor({text}{extra})"
+
+
+def _format(self, spec):
+    return format(self.item(), spec) if spec and self.size == 1 else format(repr(self), spec)
+
+
+def _array(self, dtype=None, copy=None):
+    if self.requires_grad:
+        raise TypeError(
+            "a Tensor that requires grad does not become an array, since its gradient would be "
+            "lost: use t.numpy() for the numbers, ms.matmul(A, t) or ms.multiply(A, t) to combine "
+            "it with a SciPy matrix or an array, ms.stack to join a list of Tensors"
+        )
+    return np.array(self.data, dtype=dtype, copy=copy)
+
+
+def _item(self):
+    """Return the only element as a Python float; ValueError if there is not just one."""
+    return self._array.item()
+
+
+def _numpy(self):
+    """Return the numbers as a read-only NumPy view that is not differentiated."""
+    return self.data
+
+
+def _reduce(self):
+    if self._node is not None:
+        op = self._node.op.name
+        raise TypeError(f"the result of {op} is neither pickled nor copied: use .detach()")
+    make = functools.partial(tensor, requires_grad=self.requires_grad)
+    return make, (self._array,), self._grad
+
+
+def _set_grad(self, grad):
+    self._grad = copy.copy(grad)
+
+
 def _iterate(self):
     return (self[i] for i in range(len(self)))
+
+
+def _astype(self, dtype):
+    """Return it in float32 or float64; the gradient comes back in this dtype."""
+    return astype(self, dtype=as_dtype(dtype))
+
+
+def _reshape(self, *shape):
+    """Give it another shape of the same size: ``t.reshape(2, 3)`` or ``t.reshape((2, 3))``."""
+    return reshape(self, shape=shape[0] if len(shape) == 1 else shape)
+
+
+def _transpose(self, *axes):
+    """Permute the axes: ``t.transpose()``, ``t.transpose(1, 0)`` or ``t.transpose((1, 0))``."""
+    return transpose(self, axes=(axes[0] if len(axes) == 1 else axes) or None)
 
 
 def _method(function):
@@ -130,6 +203,17 @@ def _method(function):
 
 
 for _name, _value in {
+    "item": _item,
+    "numpy": _numpy,
+    "__reduce__": _reduce,
+    "__setstate__": _set_grad,
+    "__float__": _float,
+    "__int__": lambda self: int(_float(self)),
+    "__bool__": lambda self: bool(self._array),
+    "__len__": _len,
+    "__repr__": _repr,
+    "__format__": _format,
+    "__array__": _array,
     "__neg__": lambda self: negative(self),
     "__pos__": lambda self: self,
     "__abs__": lambda self: absolute(self),
@@ -143,11 +227,9 @@ for _name, _value in {
     "__eq__": _compare(np.equal),
     "__ne__": _compare(np.not_equal),
     "T": property(lambda self: transpose(self)),
-    "astype": lambda self, dtype: astype(self, dtype=as_dtype(dtype)),
-    "reshape": lambda self, *shape: reshape(self, shape=shape[0] if len(shape) == 1 else shape),
-    "transpose": lambda self, *axes: transpose(
-        self, axes=(axes[0] if len(axes) == 1 else axes) or None
-    ),
+    "astype": _astype,
+    "reshape": _reshape,
+    "transpose": _transpose,
     **{
         f.__name__: _method(f)
         for f in (sum, mean, var, std, max, min, clip, ravel, squeeze, dot, take)

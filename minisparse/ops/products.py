@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..engine import primitive
+from ..engine import primitive, raw
 from .elementwise import multiply
-from .shapes import fold, raw, reshape, transpose
+from .shapes import fold, reshape, transpose
 
 
 @primitive

@@ -8,9 +8,9 @@ import math
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from ..engine import primitive
+from ..engine import primitive, raw
 from .elementwise import exp, square, where
-from .shapes import broadcast_to, raw, reshape
+from .shapes import broadcast_to, reshape
 
 
 def _kept(shape, axis):

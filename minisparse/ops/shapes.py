@@ -8,12 +8,7 @@ import operator
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
 
-from ..engine import Tensor, primitive, wrap
-
-
-def raw(x):
-    """Return the array under a Tensor; anything else as an array, undifferentiated."""
-    return x._array if isinstance(x, Tensor) else np.asarray(x)
+from ..engine import Tensor, as_operand, primitive, raw
 
 
 @primitive
@@ -268,6 +263,6 @@ def index_add(x, indices, values, axis=0):
     if raw(values).shape != expected:
         raise ValueError(f"index_add: values of shape {raw(values).shape}, needs {expected}")
     if isinstance(x, Tensor) and not isinstance(values, Tensor):
-        values = wrap(raw(values).astype(x.dtype))
+        values = as_operand(values, x.dtype, "index_add")
     added = scatter(values, key=(slice(None),) * axis + (indices,), shape=shape)
     return x + added if isinstance(x, Tensor) or not isinstance(added, Tensor) else added + x
