@@ -66,7 +66,9 @@ class no_grad(contextlib.ContextDecorator):  # noqa: N801 - a function to its us
         return super().__call__(function)
 
 
-class _Recording(no_grad):
+class enable_grad(no_grad):  # noqa: N801 - as no_grad
+    """Switch recording on: the opposite of :class:`no_grad`."""
+
     enabled = True
 
 
@@ -144,9 +146,7 @@ class Tensor:
         self._array[key] = as_operand(raw(value), self.dtype, "data")
         self._version[0] += 1
 
-    @property
-    def grad(self):
-        return self._grad
+    grad = property(attrgetter("_grad"))
 
     @grad.setter
     def grad(self, value):
@@ -159,9 +159,7 @@ class Tensor:
                 raise ValueError(f"grad of shape {value.shape} for a Tensor of shape {self.shape}")
         self._grad = value
 
-    @property
-    def requires_grad(self):
-        return self._requires_grad
+    requires_grad = property(attrgetter("_requires_grad"))
 
     @requires_grad.setter
     def requires_grad(self, value):
@@ -354,7 +352,7 @@ def primitive(function):
                 dtype = a._array.dtype
                 break
         else:
-            return function(*args, **kwargs)
+            return function(*map(_plain, args), **kwargs)
 
         recording, recorded, arrays, parents = _mode.get()[0], False, [], []
         for a in args:
@@ -371,6 +369,8 @@ def primitive(function):
             parents.append(edge)
         out = function(*arrays, **kwargs)
         out = out if isinstance(out, np.ndarray) else np.asarray(out)
+        if out.dtype != dtype and op.name != "astype":
+            out = as_operand(out, dtype, f"the result of {op.name}")
         version = _version_of(out, args)
         if not recorded:
             return Tensor(out, version=version)
@@ -404,6 +404,12 @@ def primitive(function):
 
 def _shape(x):
     return [a.shape for a in x] if isinstance(x, list) else x.shape
+
+
+def _plain(a):
+    """Bring an operand of a call without Tensors to an array of floats; numbers stay weak."""
+    a = a if isinstance(a, (np.ndarray, float, int)) else np.asarray(a)
+    return a.astype(np.float64) if isinstance(a, np.ndarray) and a.dtype.kind in "biu" else a
 
 
 def as_operand(a, dtype, name) -> np.ndarray:
@@ -521,7 +527,7 @@ def _walk(root, seed, targets, create_graph, retain):
     """
     grads, owned = {root: seed}, set()
     expected = Tensor if create_graph else np.ndarray
-    with _Recording() if create_graph else no_grad():
+    with enable_grad() if create_graph else no_grad():
         for node, need in _plan(root, targets):
             g = grads.pop(node, None)
             if g is None:
@@ -614,8 +620,8 @@ def _checked(r, edge, leaf, name):
     """Bring what a rule returned to the operand's dtype; a wrong shape is the rule's fault."""
     if hasattr(r, "to_dense"):
         r = r if leaf else r.to_dense()
-    elif not isinstance(r, Tensor):
-        r = np.asarray(r)
+    elif not (is_grad_enabled() and isinstance(r, Tensor)):
+        r = as_operand(raw(r), edge.dtype, f"the rule of {name}")
     if r.shape != edge.shape:
         wrong = f"a gradient of shape {r.shape} for an operand of shape {edge.shape}"
         raise RuntimeError(f"the rule of {name} returned {wrong}")

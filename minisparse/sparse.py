@@ -731,6 +731,11 @@ class SparseParameter(SparseTensor):
     def free(self):
         return self._free
 
+    @free.setter
+    def free(self, value):  # W.free -= ... under no_grad ends in an assignment of the same Tensor
+        if value is not self._free:
+            raise AttributeError("free cannot be replaced: write W.free.data = ... to change it")
+
     @property
     def n_free(self):
         return self.free.size

@@ -156,7 +156,7 @@ TABLE: list[Row] = [
         lambda x, y: ms.where([[True], [False]], x, y),
         lambda x, y: np.where([[True], [False]], x, y),
         (normal(3), normal(2, 3)),
-        (ops.elementwise._where,),
+        (ops.elementwise.select,),
         ((ValueError, lambda: ms.where([True, False], ms.tensor([1.0, 2.0, 3.0]), 0)),),
     ),
     *reduction("sum", normal),

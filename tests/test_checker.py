@@ -112,6 +112,35 @@ def test_strong_curvature_is_no_kink():
     assert ms.gradcheck(lambda x: x**-3, ms.tensor([0.05]))
 
 
+def test_cotangent_is_not_what_tests_usually_draw():
+    """The transposed of the right gradients, at an input drawn as everybody draws it."""
+    f = with_rule(matmul, lambda g, need, x, y: (g @ y.T, g.T @ x))
+    x = np.random.default_rng(0).normal(size=(3, 3))
+    for inputs in ([x, x.copy()], [x, x.T.copy()]):
+        with pytest.raises(ms.GradcheckError):
+            ms.gradcheck(f, inputs)
+
+
+def test_small_gradients_and_small_inputs():
+    for rule in (lambda g, need: g * 2e-8, lambda g, need: g * 0.0, lambda g, need: g * 1.01e-8):
+        with pytest.raises(ms.GradcheckError):
+            ms.gradcheck(with_rule(lambda x: x * 1e-8, rule), ms.tensor([1.0, -2.0]))
+    weights = np.array([1e8, 1.0])
+    f = with_rule(lambda x: x * weights, lambda g, need: g * weights * [1.0, 1.01])
+    with pytest.raises(ms.GradcheckError, match=r"index \(1,\)"):
+        ms.gradcheck(f, ms.tensor([1.0, 2.0]))
+    for size in (1e-2, 1e-4, 1e-6):
+        x = ms.tensor([size, 2 * size])
+        for g in (lambda x: 1 / x, ms.log, ms.sqrt, lambda x: ms.sin(x / size), ms.norm):  # noqa: B023
+            assert ms.gradcheck(g, x)
+
+
+def test_inside_no_grad():
+    with ms.no_grad():
+        assert ms.gradcheck(lambda x: x * x, ms.tensor([1.0]), order=2)
+        assert not ms.is_grad_enabled()
+
+
 @pytest.mark.parametrize("scale", [1e-8, 1e-3, 1e3, 1e8])
 def test_scales(scale):
     x = ms.tensor(RNG.normal(size=5) * scale)
@@ -187,6 +216,8 @@ def test_unreliable_functions_are_named():
         ms.gradcheck(lambda x: [], ms.tensor([1.0]))
     with pytest.raises(ValueError, match="no inputs"):
         ms.gradcheck(list, [])
+    with pytest.raises(ValueError, match="eps"):
+        ms.gradcheck(ms.exp, ms.tensor([1.0]), eps=0)
     with pytest.raises(ValueError, match="order"):
         ms.gradcheck(ms.exp, ms.tensor([1.0]), order=0)
 

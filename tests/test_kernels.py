@@ -592,12 +592,15 @@ kernels.config(), kernels.get_num_threads()
 assert "numba" not in sys.modules, "numba"
 assert state() == before
 
-import numba
-layer, count = numba.config.THREADING_LAYER, numba.get_num_threads()
+import numba, scipy.linalg  # which Numba imports while it compiles
+from numba.np.ufunc import parallel
+layer, count = numba.config.THREADING_LAYER, numba.config.NUMBA_NUM_THREADS
 before = state()
 plan = kernels.Plan(numpy.array([0, 1], "int32"), numpy.array([0], "int32"), 1)
 kernels.spmm(plan, numpy.ones(1), numpy.ones((1, 1)))
-assert state() == before, "a serial kernel starts no thread"
+assert state() == before, "a serial kernel started a thread"
+assert not parallel._is_initialized
+assert kernels.config()["threading_layer"] is None
 from minisparse.kernels import cpu
 cpu.PARALLEL_WORK = -1
 kernels.set_num_threads(7)

@@ -611,7 +611,7 @@ def test_numpy_functions_name_the_remedy():
         lambda: ms.sum(W),
         lambda: np.ones((2, 3)) + W,
     ):
-        with pytest.raises(TypeError, match=r"\.values.*\.to_dense"):
+        with pytest.raises(TypeError, match=r"\.to_dense"):
             bad()
     with pytest.raises(TypeError, match="not a Pattern"):
         ms.sddmm(np.ones(2), np.ones(3), A)

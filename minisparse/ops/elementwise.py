@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ..engine import Tensor, primitive
+from ..engine import Tensor, primitive, raw
 from .shapes import fold
 
 # ------------------------------------------------------------------------------------ arithmetic
@@ -74,10 +74,11 @@ def power(x, y):
 def _(g, need, x, y, out, x_shape, y_shape):
     dx = dy = None
     if need[0]:
-        dx = fold(g * y * power(x, where(y == 0, 1.0, y - 1)), x_shape)
+        dx = fold(g * y * power(x, select(1.0, y - 1, condition=y == 0)), x_shape)
     if need[1]:
         flat = (x == 0) & (y >= 0)
-        dy = fold(where(flat, 0.0, g * out * log(where(flat, 1.0, x))), y_shape)
+        log_x = log(select(1.0, x, condition=flat))
+        dy = fold(select(0.0, g * out * log_x, condition=flat), y_shape)
     return dx, dy
 
 
@@ -276,7 +277,7 @@ def relu(x):
 
 @relu.vjp
 def _(g, need, out):
-    return where(out > 0, g, 0.0)
+    return select(g, 0.0, condition=out > 0)
 
 
 @primitive
@@ -287,7 +288,7 @@ def leaky_relu(x, *, negative_slope=0.01):
 
 @leaky_relu.vjp
 def _(g, need, x, negative_slope):
-    return where(x > 0, g, g * negative_slope)
+    return select(g, g * negative_slope, condition=x > 0)
 
 
 @primitive
@@ -324,15 +325,16 @@ def _(g, need, x):
 
 
 @primitive
-def _where(x, y, *, condition):
+def select(x, y, *, condition):
+    """Return `x` where the array `condition` holds, else `y`."""
     return np.where(condition, x, y)
 
 
-@_where.vjp
+@select.vjp
 def _(g, need, x_shape, y_shape, condition):
     return (
-        fold(_where(g, 0.0, condition=condition), x_shape) if need[0] else None,
-        fold(_where(0.0, g, condition=condition), y_shape) if need[1] else None,
+        fold(select(g, 0.0, condition=condition), x_shape) if need[0] else None,
+        fold(select(0.0, g, condition=condition), y_shape) if need[1] else None,
     )
 
 
@@ -360,8 +362,7 @@ def where(condition, x, y):
     >>> x.grad
     array([0. , 0.5])
     """
-    condition = condition.data if isinstance(condition, Tensor) else condition
-    return _where(x, y, condition=condition)
+    return select(x, y, condition=np.array(raw(condition)))  # a copy: the caller's may change
 
 
 def _share(x, y, chosen):
@@ -412,4 +413,4 @@ def _(g, need, x, x_shape, a_min, a_max):
         inside &= x >= a_min
     if a_max is not None:
         inside &= x <= a_max
-    return fold(where(inside, g, 0.0), x_shape)
+    return fold(select(g, 0.0, condition=inside), x_shape)

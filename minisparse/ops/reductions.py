@@ -9,7 +9,7 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
 from ..engine import primitive, raw
-from .elementwise import exp, square, where
+from .elementwise import exp, select, square
 from .shapes import broadcast_to, reshape
 
 
@@ -105,7 +105,9 @@ def logsumexp(x, *, axis=None, keepdims=False):
 @logsumexp.vjp
 def _(g, need, x, out, axis):
     kept = _kept(x.shape, axis)
-    out = where(out == -np.inf, 0.0, out)  # then exp(-inf - 0) = 0: no weight, no gradient
+    out = select(
+        0.0, out, condition=out == -np.inf
+    )  # then exp(-inf - 0) = 0: no weight, no gradient
     return reshape(g, shape=kept) * exp(x - reshape(out, shape=kept))
 
 
@@ -159,4 +161,4 @@ def norm(x, *, ord=None, axis=None, keepdims=False):
 @norm.vjp
 def _(g, need, x, out, axis):
     kept = _kept(x.shape, axis)
-    return reshape(g, shape=kept) * x / reshape(where(out == 0, 1.0, out), shape=kept)
+    return reshape(g, shape=kept) * x / reshape(select(1.0, out, condition=out == 0), shape=kept)

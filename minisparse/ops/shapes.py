@@ -213,15 +213,20 @@ def take(x, indices, axis=None):
     if axis is None:
         x, axis = ravel(x), 0
     lead = (slice(None),) * normalize_axis_index(axis, raw(x).ndim)
+    return getitem(x, key=(*lead, _indices(indices, "take")))
+
+
+def _indices(indices, name):
+    """Copy integer indices, which the caller may change before the gradient is taken."""
     indices = np.array(indices)
     if indices.dtype.kind not in "iu" and indices.size:
-        raise TypeError(f"take: indices of dtype {indices.dtype}; it takes integers")
-    return getitem(x, key=(*lead, indices.astype(np.intp, copy=False)))
+        raise TypeError(f"{name}: indices of dtype {indices.dtype}; it takes integers")
+    return indices.astype(np.intp, copy=False)
 
 
 def take_along_axis(x, indices, axis=-1):
     """Pick one entry for each index along an axis, as :func:`numpy.take_along_axis`."""
-    indices, n = np.array(indices), raw(x).ndim
+    indices, n = _indices(indices, "take_along_axis"), raw(x).ndim
     if axis is None:
         x, axis, n = ravel(x), 0, 1
     if indices.ndim != n:
@@ -257,7 +262,7 @@ def index_add(x, indices, values, axis=0):
     >>> ms.index_add(ms.tensor([0.0, 0.0, 0.0]), [0, 2, 2], [1.0, 2.0, 3.0])
     tensor([1., 0., 5.])
     """
-    shape, indices = raw(x).shape, np.array(indices, dtype=np.intp)
+    shape, indices = raw(x).shape, _indices(indices, "index_add")
     axis = normalize_axis_index(axis, len(shape))
     expected = shape[:axis] + indices.shape + shape[axis + 1 :]
     if raw(values).shape != expected:
