@@ -29,7 +29,6 @@ _mode: contextvars.ContextVar[tuple] = contextvars.ContextVar("grad_mode", defau
 _counter = itertools.count()
 _FREED = object()
 _UNWATCHED = [0]  # the version of plain arrays, which may change unseen
-ALL, OUT = "all", "out"  # what a rule wants that is no single operand
 
 
 # ---------------------------------------------------------------------------------- grad mode
@@ -267,20 +266,16 @@ class _Op:
     def __init__(self, function):
         self.name = function.__name__
         self.rule = None
-        self.wants: list = []  # (how to pick it, what to watch, gradient served or None)
+        self.wants: list = []  # (kind, which, gradient served or None)
         params = list(inspect.signature(function).parameters.values())
         arrays = [p for p in params if p.kind is not p.KEYWORD_ONLY]
         self.arrays = [p.name for p in arrays]
-        structure = params[len(arrays) :]
         self.variadic = [p.kind for p in arrays] == [inspect.Parameter.VAR_POSITIONAL]
-        # How a rule's wish is picked from (operands, result, keywords), and what to watch of it.
-        self.picks: dict = {"out": (lambda xs, out, kwargs: out, OUT)}
-        for p in structure:
-            self.picks[p.name] = (lambda xs, out, kwargs, p=p: kwargs.get(p.name, p.default)), None
+        # What a rule may ask for: (kind, operand's number or structure's default).
+        self.offers: dict = {"out": ("out", None)}
         for i, name in enumerate(self.arrays):
-            key, watched = (slice(None), ALL) if self.variadic else (i, i)
-            self.picks[name] = (lambda xs, out, kwargs, key=key: xs[key]), watched
-            self.picks[f"{name}_shape"] = (lambda xs, out, kwargs, key=key: _shape(xs[key])), None
+            self.offers |= {name: ("x", i), f"{name}_shape": ("shape", i)}
+        self.offers |= {p.name: ("structure", p) for p in params[len(arrays) :]}
         if any(p.default is not p.empty for p in arrays):
             raise TypeError(f"{self.name}: what has a default is structure and comes after the *")
         places = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in params]
@@ -297,11 +292,11 @@ class _Op:
     def define(self, rule, serves):
         """Read off the rule's signature what has to be kept for it."""
         names = list(inspect.signature(rule).parameters)[2:]
-        unknown = [n for n in names if n not in self.picks] + [n for n in serves if n not in names]
+        unknown = [n for n in names if n not in self.offers] + [n for n in serves if n not in names]
         if unknown:
-            known = [*self.picks]
+            known = [*self.offers]
             raise TypeError(f"the rule of {self.name} asks for {unknown}; after g, need: {known}")
-        self.wants = [(*self.picks[name], serves.get(name)) for name in names]
+        self.wants = [(*self.offers[name], serves.get(name)) for name in names]
         self.rule = rule
 
 
@@ -371,22 +366,28 @@ def primitive(function):
         out = out if isinstance(out, np.ndarray) else np.asarray(out)
         if out.dtype != dtype and op.name != "astype":
             out = as_operand(out, dtype, f"the result of {op.name}")
-        version = _version_of(out, args)
+        own = out.base is None and out is not arrays[0] and out is not arrays[-1]
+        version = [0] if own and len(arrays) < 3 else _version_of(out, args)
         if not recorded:
-            return Tensor(out, version=version)
+            return Tensor(out, False, None, version)
         node = Node()
         node.op, node.parents, node.shape, node.dtype = op, parents, out.shape, out.dtype
         node.order = next(_counter)
         node.saved, node.guards = saved, guards = [], []
-        for pick, watched, serves in op.wants:
+        for kind, which, serves in op.wants:
             if serves is not None and parents[serves] is None:
                 saved.append(None)
-                continue
-            saved.append(pick(arrays, out, kwargs))
-            if watched is OUT:
+            elif kind == "shape":
+                shape = [a.shape for a in arrays] if op.variadic else arrays[which].shape
+                saved.append(shape)
+            elif kind == "structure":
+                saved.append(kwargs.get(which.name, which.default))
+            elif kind == "out":
+                saved.append(out)
                 guards.append((version, version[0], serves))
-            elif watched is not None:
-                for a in args if watched is ALL else (args[watched],):
+            else:
+                saved.append(arrays if op.variadic else arrays[which])
+                for a in args if op.variadic else (args[which],):
                     seen = a._version if isinstance(a, Tensor) else _UNWATCHED
                     guards.append((seen, seen[0], serves))
         return Tensor(out, True, node, version)
@@ -400,10 +401,6 @@ def primitive(function):
 
     apply.vjp = vjp  # type: ignore[attr-defined]
     return apply
-
-
-def _shape(x):
-    return [a.shape for a in x] if isinstance(x, list) else x.shape
 
 
 def _plain(a):
@@ -608,11 +605,11 @@ def _as_tensors(node):
         return Tensor(array, edge is not None, edge, version)
 
     saved = list(node.saved)
-    for i, (_, watched, _) in enumerate(node.op.wants):
-        if watched is ALL:
+    for i, (kind, which, _) in enumerate(node.op.wants):
+        if kind == "x" and node.op.variadic:
             saved[i] = [attach(*pair) for pair in zip(saved[i], node.parents, strict=True)]
-        elif watched is not None and saved[i] is not None:
-            saved[i] = attach(saved[i], node if watched is OUT else node.parents[watched])
+        elif kind in ("x", "out") and saved[i] is not None:
+            saved[i] = attach(saved[i], node if kind == "out" else node.parents[which])
     return saved
 
 

@@ -172,12 +172,13 @@ def _check_once(run, points, eps, rtol, atol, rng, name):
     def differences(i, index, step):
         """Return the central quotient, right minus left, and the size of their rounding."""
         (above, up), (below, down) = moved(i, index, step), moved(i, index, -step)
-        quotient = gap = size = 0.0
+        quotient = gap = moving = total = 0.0
         for c, y, a, b in zip(cotangents, outputs, above, below, strict=True):
             quotient += np.vdot(c, a - b) / (up - down)
             gap += np.vdot(c, (a - y.data) / up - (b - y.data) / down)
-            size += np.sum(np.abs(c * y.data), where=a != b)
-        return quotient, gap, 64 * np.finfo(float).eps * size / step
+            moving += np.sum(np.abs(c * y.data), where=a != b)
+            total += np.sum(np.abs(c * y.data))
+        return quotient, gap, 64 * np.finfo(float).eps * (moving or total) / step
 
     reach = max(np.max(np.abs(y.data), initial=0.0) for y in outputs)
     for i, point in enumerate(points):
@@ -237,13 +238,14 @@ def _check_layouts(leaves, outputs, cotangents, gradients, name):
 
 def _sliced(c):
     big = np.full([2 * n + 1 for n in c.shape], np.nan)
-    view = big[(..., *(slice(1, None, 2) for _ in c.shape))]
+    key: tuple = (..., *(slice(1, None, 2) for _ in c.shape))
+    view = big[key]
     view[...] = c
     return view
 
 
 def _reversed(c):
-    key = (..., *(slice(None, None, -1) for _ in c.shape))
+    key: tuple = (..., *(slice(None, None, -1) for _ in c.shape))
     return np.array(c[key], order="C")[key]
 
 

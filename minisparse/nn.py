@@ -9,7 +9,7 @@ import numpy as np
 from . import ops
 from .engine import Tensor, as_dtype, tensor
 from .pattern import Pattern, PatternMismatchError
-from .sparse import SparseParameter, matmul
+from .sparse import SparseParameter, SparseTensor, matmul
 
 # ---------------------------------------------------------------------------------------- modules
 
@@ -18,8 +18,8 @@ class Module:
     """Base of layers and models: finds the parameters among its attributes.
 
     A parameter is a leaf Tensor that requires grad, or a SparseParameter; it may be an attribute,
-    or stand in lists, tuples, dicts and modules that are attributes.  Subclasses define
-    ``forward``; call the module itself.
+    or stand in lists, tuples, dicts, modules and sparse tensors that are attributes.  Subclasses
+    define ``forward``; call the module itself.
 
     Examples
     --------
@@ -51,25 +51,38 @@ class Module:
         stack: list[tuple[str, object]] = [("", self)]
         while stack:
             name, thing = stack.pop()
-            if isinstance(thing, (list, tuple)):
-                members = [(str(i), member) for i, member in enumerate(thing)]
-            elif isinstance(thing, (dict, Module)) and id(thing) not in seen:
-                members = list(thing._members() if isinstance(thing, Module) else thing.items())
-            elif isinstance(thing, (Tensor, SparseParameter)) and id(thing) not in seen:
-                members = []
-            else:
+            if id(thing) in seen:
                 continue
             seen.add(id(thing))
+            members: list = []
+            if isinstance(thing, (list, tuple)):
+                members = list(enumerate(thing))
+            elif isinstance(thing, (dict, Module)):
+                members = list(thing._members() if isinstance(thing, Module) else thing.items())
+            elif isinstance(thing, SparseTensor) and not isinstance(thing, SparseParameter):
+                members = [(key.strip("_"), member) for key, member in vars(thing).items()]
             yield name, thing
             prefix = f"{name}." if name else ""
             stack.extend((f"{prefix}{n}", member) for n, member in reversed(members))
 
     def named_parameters(self):
-        """Yield (dotted name, Tensor or SparseParameter), each parameter once."""
+        """Yield (dotted name, Tensor or SparseParameter), each parameter once.
+
+        Raises
+        ------
+        ValueError
+            If two have one name, as the keys 1 and "1" of a dict give.
+        """
+        names, leaves = set(), set()
         for name, thing in self._walk():
-            trained = isinstance(thing, Tensor) and thing.requires_grad and thing._node is None
-            if trained or isinstance(thing, SparseParameter):
-                yield name, thing
+            leaf = thing.free if isinstance(thing, SparseParameter) else thing
+            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf._node is None:
+                if name in names:
+                    raise ValueError(f"{type(self).__name__}: two parameters are called {name!r}")
+                if leaf not in leaves:
+                    names.add(name)
+                    leaves.add(leaf)
+                    yield name, thing
 
     def parameters(self) -> list:
         """Return the parameters, each once."""
@@ -223,7 +236,7 @@ class Linear(Module):
             )
 
     def forward(self, x):
-        y = matmul(x, self.weight.T)
+        y = matmul(x, ops.transpose(self.weight))
         return y if self.bias is None else y + self.bias
 
 
@@ -335,7 +348,8 @@ class Sequential(Module):
         self.modules = list(modules)
 
     def _members(self):
-        return [(str(i), module) for i, module in enumerate(self.modules)]
+        others = [(name, value) for name, value in vars(self).items() if name != "modules"]
+        return [*enumerate(self.modules), *others]
 
     def __getitem__(self, i):
         return self.modules[i]

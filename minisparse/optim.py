@@ -78,6 +78,12 @@ class Optimizer:
             if not (math.isfinite(group[key]) and group[key] >= 0):
                 raise ValueError(f"{type(self).__name__}: {key}={group[key]} must be 0 or more")
 
+    def _new_state(self, p):
+        raise NotImplementedError
+
+    def _update(self, p, g, state, group):
+        raise NotImplementedError
+
     def step(self):
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
@@ -278,18 +284,10 @@ class Adam(Optimizer):
 
     def _update(self, p, g, state, group):
         state["step"] += 1
-        kernels.adam(
-            p,
-            g,
-            state["mean"],
-            state["mean_square"],
-            state["step"],
-            group["lr"],
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            self._decoupled,
-        )
+        (beta1, beta2), lr, eps = group["betas"], group["lr"], group["eps"]
+        moments, decay = (state["mean"], state["mean_square"]), group["weight_decay"]
+        step, decoupled = state["step"], self._decoupled
+        kernels.adam(p, g, *moments, step, lr, beta1, beta2, eps, decay, decoupled)
 
 
 class AdamW(Adam):

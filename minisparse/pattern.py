@@ -68,6 +68,7 @@ class Pattern:
     nnz: int
     indptr: np.ndarray
     indices: np.ndarray
+    _origin: weakref.ref | None
 
     def __init__(self, shape, indptr, indices):
         shape = _as_shape(shape)
@@ -123,7 +124,7 @@ class Pattern:
             If an index lies outside `shape`, or the lengths differ.
         """
         shape = _as_shape(shape)
-        return _from_flat(np.unique(_flat(rows, cols, shape)), shape)
+        return _from_flat(_sorted_once(_flat(rows, cols, shape)), shape)
 
     @classmethod
     def diagonal(cls, n):
@@ -165,8 +166,7 @@ class Pattern:
 
         Notes
         -----
-        Time and memory O(nnz): duplicates are drawn again, and where more than half of the entries
-        are wanted, those left out are drawn instead.
+        Time and memory in proportion to nnz, and never to the size of a matrix with few entries.
 
         Examples
         --------
@@ -251,14 +251,17 @@ class Pattern:
         """32 hexadecimal digits that stand for the content, the same on every machine."""
         h = hashlib.blake2b(repr(self.shape).encode(), digest_size=16)
         for array in (self.indptr, self.indices):
-            h.update(array.astype(array.dtype.newbyteorder("<"), copy=False))
+            h.update(array.astype(array.dtype.newbyteorder("<"), copy=False).data)
         return h.hexdigest()
 
     @property
     def T(self):
         """The transposed pattern; ``P.T.T is P``."""
-        origin = self._origin and self._origin()
-        return origin or self._transposed
+        return self._source() or self._transposed
+
+    def _source(self):
+        """Return the pattern this one is the transpose of, if somebody still holds that."""
+        return None if self._origin is None else self._origin()
 
     @cached_property
     def _transposed(self):
@@ -268,7 +271,7 @@ class Pattern:
     @cached_property
     def by_column(self):
         """The entries in column order: (indptr, row of each, its number in row order)."""
-        origin = self._origin and self._origin()
+        origin = self._source()
         if origin is not None:
             perm = np.empty_like(self.indices)
             perm[origin.by_column[2]] = np.arange(self.nnz, dtype=perm.dtype)
@@ -417,7 +420,8 @@ def canonical(A):
         raise ValueError(f"needs a sparse matrix of two dimensions, got {A.ndim}")
     # SciPy's conversions trust what the user may have changed since, and its own checks mend it.
     if A.format == "coo":
-        _flat(*A.coords, A.shape)
+        rows, columns = A.coords
+        _flat(rows, columns, A.shape)
     elif A.format in ("csr", "csc", "bsr"):
         rows, columns = A.blocksize if A.format == "bsr" else (1, 1)
         blocks = A.shape[0] // rows, A.shape[1] // columns
@@ -529,19 +533,28 @@ def _from_ranges(shape, starts, ends):
     return Pattern._trusted(shape, indptr, columns)
 
 
+def _sorted_once(cells):
+    """Sort and drop what is there twice: :func:`numpy.unique`, which takes ten times as long."""
+    cells.sort()
+    return cells[np.append(True, cells[1:] != cells[:-1])[: len(cells)]]
+
+
 def _distinct(n_rows, n_cols, n, rng):
     """Draw n distinct columns in each row; return sorted cell numbers."""
-    if n > n_cols / 2:
-        left_out = _distinct(n_rows, n_cols, n_cols - n, rng)
-        kept = np.ones(n_rows * n_cols, dtype=bool)
-        kept[left_out] = False
-        return np.flatnonzero(kept)
-    cells = np.zeros(0, dtype=np.int64)
-    bases = np.arange(n_rows, dtype=np.int64) * n_cols
-    missing = np.full(n_rows, n)
-    while missing.any():
-        new = np.repeat(bases, missing)
-        new += rng.integers(n_cols, size=len(new))
-        cells = np.unique(np.concatenate([cells, new]))
-        missing = n - np.diff(np.searchsorted(cells, np.append(bases, n_rows * n_cols)))
+    bases = np.arange(n_rows, dtype=np.int64)[:, None] * n_cols
+    if 16 * n > n_cols:  # the n smallest of as many numbers as there are columns
+        some = max(1, (1 << 20) // max(n_cols, 1))
+        parts = [
+            np.sort(np.argsort(rng.random((len(part), n_cols)), axis=1)[:, :n] + part, axis=1)
+            for part in (bases[i : i + some] for i in range(0, n_rows, some))
+        ]
+        return np.concatenate([np.zeros(0, np.int64), *(part.ravel() for part in parts)])
+    cells, missing = np.zeros(0, np.int64), np.full(n_rows, n)
+    while missing.any():  # few are drawn twice, and drawn again
+        new = np.repeat(bases[:, 0], missing)
+        new = _sorted_once(new + rng.integers(n_cols, size=len(new)))
+        at = np.searchsorted(cells, new)
+        known = np.append(cells, -1)[at] == new
+        cells = np.insert(cells, at[~known], new[~known])
+        missing -= np.bincount(new[~known] // n_cols, minlength=n_rows)
     return cells

@@ -390,8 +390,11 @@ class _Transposed(SparseTensor):
 # ------------------------------------------------------------------------------------- products
 
 
+_DENSE = (Tensor, np.ndarray, float, int)  # asked first, since these are what most products meet
+
+
 def _is_sparse(x):
-    return isinstance(x, SparseTensor) or sp.issparse(x)
+    return not isinstance(x, _DENSE) and (isinstance(x, SparseTensor) or sp.issparse(x))
 
 
 def _as_sparse(A, other):
@@ -444,15 +447,17 @@ def matmul(x, y):
             raise TypeError("matmul: the product of two sparse matrices is not there")
         if sp.issparse(x) and not isinstance(y, Tensor):
             return x @ np.asarray(y)
-        return _sparse_dense(*_as_sparse(x, y)._operand(), y)
+        return _sparse_dense(_as_sparse(x, y), y)
     if _is_sparse(y):
         if sp.issparse(y) and not isinstance(x, Tensor):
             return np.asarray(x) @ y
-        return _dense_sparse(x, *_as_sparse(y, x)._operand())
+        return _dense_sparse(x, _as_sparse(y, x))
     return ops.matmul(x, y)
 
 
-def _sparse_dense(values, pattern, transpose, x):
+def _sparse_dense(S, x):
+    """Return ``S X`` for X of one, two or more dimensions."""
+    values, pattern, transpose = S._operand()
     x = x if isinstance(x, Tensor) else np.asarray(x)
     if x.ndim < 3:
         return spmm(values, x, pattern=pattern, transpose=transpose)
@@ -466,8 +471,9 @@ def _sparse_dense(values, pattern, transpose, x):
     return ops.transpose(y, axes=(*range(1, n - 1), 0, n - 1))
 
 
-def _dense_sparse(x, values, pattern, transpose):
+def _dense_sparse(x, S):
     """Return ``X S``, computed as ``(Sᵀ Xᵀ)ᵀ``."""
+    values, pattern, transpose = S._operand()
     x = x if isinstance(x, Tensor) else np.asarray(x)
     if x.ndim < 2:
         return spmm(values, x, pattern=pattern, transpose=not transpose)
@@ -543,8 +549,17 @@ def _sparse_operator(name, function):
     setattr(SparseTensor, f"__r{name}__", lambda self, other: function(other, self))
 
 
+def _times(x, y):
+    """Return ``x * y``, elementwise but for SciPy's matrices, which mean the product by it."""
+    if isinstance(x, sp.spmatrix) or isinstance(y, sp.spmatrix):
+        raise TypeError(
+            "* means two things with a SciPy matrix: ms.matmul(A, t), ms.multiply(A, t)"
+        )
+    return multiply(x, y)
+
+
 _sparse_operator("matmul", matmul)
-_sparse_operator("mul", multiply)
+_sparse_operator("mul", _times)
 
 
 def sddmm(U, V, pattern):

@@ -129,7 +129,7 @@ def _plain(draw, shape, dtype, exact, elements=None):
 def _laid_out(array, layout):
     """Return an array of the same numbers in another memory layout."""
     if layout == "Fortran":
-        return np.asfortranarray(array)
+        return array.copy("F")  # np.asfortranarray would make one axis of none
     if layout == "sliced":  # NaN around it: who reads past a stride finds out
         around = np.full([2 * n + 1 for n in array.shape], np.nan, array.dtype)
         view = around[(slice(1, None, 2),) * array.ndim + (...,)]

@@ -267,10 +267,10 @@ TABLE: list[Row] = [
     ),
     Row(
         "sum_to",
-        lambda x: ops.sum_to(x, shape=(2, 1)),
+        lambda x: ops.shapes.sum_to(x, shape=(2, 1)),
         lambda x: x.sum(axis=(0, 2)).reshape(2, 1),
         (normal(4, 2, 3),),
-        (ops.sum_to,),
+        (ops.shapes.sum_to,),
     ),
     Row(
         "concatenate",
@@ -327,10 +327,10 @@ TABLE: list[Row] = [
     ),
     Row(
         "scatter",
-        lambda x: ops.scatter(x, key=np.array([2, 0, 2]), shape=(4, 2)),
+        lambda x: ops.shapes.scatter(x, key=np.array([2, 0, 2]), shape=(4, 2)),
         lambda x: np.array([x[1], 0 * x[0], x[0] + x[2], 0 * x[0]]),
         (normal(3, 2),),
-        (ops.scatter,),
+        (ops.shapes.scatter,),
     ),
     Row(
         "take",
@@ -371,7 +371,7 @@ TABLE: list[Row] = [
         lambda x: x.astype(np.float64),
         lambda x: x,
         (normal(3),),
-        (ops.astype,),
+        (ops.shapes.astype,),
         ((TypeError, lambda: ms.tensor([1.0]).astype(np.float16)),),
     ),
     # ------------------------------------------------------------------------- the sparse family

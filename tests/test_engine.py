@@ -631,6 +631,66 @@ def test_rule_may_return_what_it_was_given():
     assert not np.shares_memory(x.grad, y.grad)
 
 
+def test_kinds_of_results_are_checked():
+    x = leaf([1.0, 2.0])
+
+    def returning(result):
+        @ms.primitive
+        def odd(x):
+            return result
+
+        odd.vjp(lambda g, need: g)
+        return odd
+
+    assert returning(np.ones(2, np.float32))(x).dtype == np.float64
+    for bad in (np.ones(2, complex), None, "text"):
+        with pytest.raises(TypeError, match="the result of odd"):
+            returning(bad)(x)
+    with pytest.raises(TypeError, match="the rule of odd"):
+        make(lambda g, need: g * 1j)(x).sum().backward()
+    make(lambda g, need: ms.tensor(g))(x).sum().backward()
+    np.testing.assert_array_equal(x.grad, [1, 1])
+
+
+def test_plain_operands_of_any_kind():
+    for operand in ([1, 2], np.array([1, 2]), (True, False), np.ones(2, np.float32)):
+        for f in (ms.softmax, ms.logsumexp, ms.norm, ms.gelu, ms.mean, ms.square):
+            assert not isinstance(f(operand), ms.Tensor)
+            np.testing.assert_allclose(f(operand), f(np.asarray(operand, float)), rtol=1e-6)
+    assert [len(a) for a in ms.split([1, 2, 3, 4], 2)] == [2, 2]
+
+
+def test_bounds_do_not_widen_float32():
+    x = leaf([1.0, 2.0], dtype="float32")
+    assert ms.clip(x, np.float64(0.5), np.array([1.0, 1.5])).dtype == np.float32
+    assert ms.leaky_relu(x, np.float64(0.1)).dtype == np.float32
+
+
+def test_masked_arrays_lose_nothing():
+    x = leaf([1.0, 2.0])
+    for call in (lambda: np.ma.array([0.0, 1.0]) + x, lambda: np.ma.getdata(x)):
+        with pytest.raises(TypeError, match="grad"):
+            call()
+
+
+def test_masks_are_copied():
+    x, mask = leaf([1.0, 2.0]), np.array([True, False])
+    y = ms.where(mask, x, 0.0)
+    mask[:] = True
+    y.sum().backward()
+    np.testing.assert_array_equal(x.grad, [1, 0])
+
+
+def test_second_order_sees_in_place_changes():
+    x, c = leaf([2.0]), ms.tensor([3.0])
+    for changed in (x, c):
+        g = ms.grad((x**3 / c**2).sum(), [x], create_graph=True)[0] / c
+        with ms.no_grad():
+            changed += 1.0
+        with pytest.raises(RuntimeError, match="changed in place"):
+            ms.grad(g.sum(), x)
+
+
 def test_exception_in_a_rule_changes_nothing():
     def broken(g, need):
         raise ZeroDivisionError

@@ -792,10 +792,11 @@ def test_cache_is_used_and_heals(in_new_process, copied):
     assert hits() == 1
     for suffix in ("nbi", "nbc"):
         (file,) = cache.glob(f"*.{suffix}")
-        for size in (0, 20, file.stat().st_size // 2):
-            file.write_bytes(file.read_bytes()[:size])
+        for keep in (0, 0.5):
+            content = file.read_bytes()
+            file.write_bytes(content[: int(keep * len(content))])
             assert hits() == 0
-            assert hits() == 1
+        assert hits() == 1
 
 
 @pytest.mark.parametrize("cache_dir", ["", "/dev/null/nowhere"])

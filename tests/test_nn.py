@@ -38,6 +38,23 @@ def test_parameters_are_found_once():
     assert len(Model().parameters()) == 5
 
 
+def test_odd_modules():
+    A = ms.SparseTensor(ms.Pattern.diagonal(2), ms.tensor([1.0, 2.0], requires_grad=True))
+    W = ms.SparseParameter(A)
+    module = nn.Module()
+    module.loop = [W.free]
+    module.loop.append(module.loop)
+    module.weight, module.view = W, W.T
+    module.sparse = A
+    assert [name for name, _ in module.named_parameters()] == ["loop.0", "sparse.values"]
+    module = nn.Sequential(nn.Linear(1, 1))
+    module.extra = W.T
+    assert [name for name, _ in module.named_parameters()] == ["0.weight", "0.bias", "extra.base"]
+    module.twice = {1: ms.tensor(1.0, requires_grad=True), "1": ms.tensor(1.0, requires_grad=True)}
+    with pytest.raises(ValueError, match=r"twice\.1"):
+        module.state_dict()
+
+
 def test_modes_and_zero_grad():
     model = net()
     assert model.training

@@ -10,6 +10,7 @@ cached, and would not notice a change in a helper elsewhere.
 """
 
 import contextlib
+import multiprocessing
 import os
 import threading
 
@@ -82,16 +83,6 @@ def put(typingctx, array, i, value):
         return context.get_dummy_value()
 
     return types.void(array, types.intp, array.dtype), codegen
-
-
-@intrinsic
-def shifted(typingctx, array, i):
-    """The address of array[i]."""
-
-    def codegen(context, builder, sig, args):
-        return builder.gep(args[0], [args[1]])
-
-    return array(array, types.intp), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -262,7 +253,7 @@ def prefetch(typingctx, like, array, i):
     def codegen(context, builder, sig, args):
         i8p, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
         f = ir.FunctionType(ir.VoidType(), [i8p, i32, i32, i32])
-        f = cgutils.get_or_insert_function(builder.module, f, "llvm.prefetch.p0")
+        f = builder.module.declare_intrinsic("llvm.prefetch", [i8p], f)
         at = builder.bitcast(builder.gep(args[1], [args[2]]), i8p)
         for line in range(0, like.lanes * like.dtype.bitwidth // 8, 64):
             line = builder.gep(at, [ir.Constant(ir.IntType(64), line)])
@@ -439,8 +430,8 @@ def _spmm(chunk, chunks, out, values, perm, x, ptr, indices, permuted, column, l
 
 
 @inlined
-def _entries(like, out, perm, u, v, k, first, bound, indices, last, permuted, more, ahead):
-    """out[e] = (out[e] if more) + u . v[j] for the entries e in first..bound of one row.
+def _entries(like, out, perm, u, u0, v, k, first, bound, indices, last, permuted, more, ahead):
+    """out[e] = (out[e] if more) + u[u0 :] . v[j] for the entries e in first..bound of one row.
 
     Vectors run along the columns; the last one is moved back to end with the row, its lanes that
     were summed before set to zero. Four entries at a time share the loads of u and the sums
@@ -461,13 +452,13 @@ def _entries(like, out, perm, u, v, k, first, bound, indices, last, permuted, mo
                     prefetch(like, v, at + q)
         sa = sb = sc = sd = zero(like)
         for q in range(0, whole, lanes):
-            w = load(like, u, q)
+            w = load(like, u, u0 + q)
             sa = fma(w, load(like, v, a + q), sa)
             sb = fma(w, load(like, v, b + q), sb)
             sc = fma(w, load(like, v, c + q), sc)
             sd = fma(w, load(like, v, d + q), sd)
         if tail:
-            w = last_lanes(load(like, u, end), tail)
+            w = last_lanes(load(like, u, u0 + end), tail)
             sa = fma(w, last_lanes(load(like, v, a + end), tail), sa)
             sb = fma(w, last_lanes(load(like, v, b + end), tail), sb)
             sc = fma(w, last_lanes(load(like, v, c + end), tail), sc)
@@ -484,9 +475,9 @@ def _entries(like, out, perm, u, v, k, first, bound, indices, last, permuted, mo
         a = np.int64(get(indices, e)) * k
         sa = zero(like)
         for q in range(0, whole, lanes):
-            sa = fma(load(like, u, q), load(like, v, a + q), sa)
+            sa = fma(load(like, u, u0 + q), load(like, v, a + q), sa)
         if tail:
-            w = last_lanes(load(like, u, end), tail)
+            w = last_lanes(load(like, u, u0 + end), tail)
             sa = fma(w, last_lanes(load(like, v, a + end), tail), sa)
         _add(out, perm, permuted, more, e, total(sa))
 
@@ -516,7 +507,7 @@ def _sddmm(chunk, chunks, out, perm, u, v, ptr, indices, permuted, column, more,
             high = middle
     while first < bound:
         end = min(np.int64(get(ptr, i + 1)), bound)
-        arrays = out, perm, shifted(u, i * width + column), v, k
+        arrays = out, perm, u, i * width + column, v, k
         row = (*arrays, first, end, indices, last, permuted, more, ahead)
         if size >= 64:
             _entries(zeros(v, 64), *row)
@@ -529,13 +520,14 @@ def _sddmm(chunk, chunks, out, perm, u, v, ptr, indices, permuted, column, more,
 
 
 @body
-def _gather(chunk, chunks, out, x, index, base):
+def _gather(chunk, chunks, out, x, index, base, ahead):
     """An empty `base` stands for zeros."""
     first, bound = _share(chunk, chunks, len(index))
     last, based, none = len(index) - 1, len(base) > 0, x.dtype.type(0)
     out, x, index, base = data(out), data(x), data(index), data(base)
     for e in range(first, bound):
-        prefetch(zeros(x, 4), x, np.int64(get(index, min(e + 32, last))))
+        if ahead:
+            prefetch(zeros(x, 4), x, np.int64(get(index, min(e + ahead, last))))
         at = get(index, e)
         if at >= 0:
             put(out, e, get(x, at))
@@ -629,82 +621,12 @@ def _copy(chunk, chunks, out, x):
 # The same in parallel, the body being given by its address
 
 
-def _spmm_tasks(
-    tasks, chunks, address, out, values, perm, x, ptr, indices, permuted, column, longest, ahead
-):
+def _tasks(tasks, chunks, address, args):
     counter = np.zeros(1, np.int64)
     for _ in numba.prange(tasks):
         c = draw(data(counter))
         while c < chunks:
-            call(
-                address,
-                c,
-                chunks,
-                (out, values, perm, x, ptr, indices, permuted, column, longest, ahead),
-            )
-            c = draw(data(counter))
-
-
-def _sddmm_tasks(
-    tasks, chunks, address, out, perm, u, v, ptr, indices, permuted, column, more, ahead
-):
-    counter = np.zeros(1, np.int64)
-    for _ in numba.prange(tasks):
-        c = draw(data(counter))
-        while c < chunks:
-            call(address, c, chunks, (out, perm, u, v, ptr, indices, permuted, column, more, ahead))
-            c = draw(data(counter))
-
-
-def _gather_tasks(tasks, chunks, address, out, x, index, base):
-    counter = np.zeros(1, np.int64)
-    for _ in numba.prange(tasks):
-        c = draw(data(counter))
-        while c < chunks:
-            call(address, c, chunks, (out, x, index, base))
-            c = draw(data(counter))
-
-
-def _segment_sum_tasks(tasks, chunks, address, out, x, ptr, order):
-    counter = np.zeros(1, np.int64)
-    for _ in numba.prange(tasks):
-        c = draw(data(counter))
-        while c < chunks:
-            call(address, c, chunks, (out, x, ptr, order))
-            c = draw(data(counter))
-
-
-def _sgd_tasks(tasks, chunks, address, p, buf, g, lr, momentum, nesterov, weight_decay, first):
-    counter = np.zeros(1, np.int64)
-    for _ in numba.prange(tasks):
-        c = draw(data(counter))
-        while c < chunks:
-            call(address, c, chunks, (p, buf, g, lr, momentum, nesterov, weight_decay, first))
-            c = draw(data(counter))
-
-
-def _adam_tasks(
-    tasks, chunks, address, p, m, v, g, beta2, from_g, from_g2, size, root, eps, decay, keep
-):
-    counter = np.zeros(1, np.int64)
-    for _ in numba.prange(tasks):
-        c = draw(data(counter))
-        while c < chunks:
-            call(
-                address,
-                c,
-                chunks,
-                (p, m, v, g, beta2, from_g, from_g2, size, root, eps, decay, keep),
-            )
-            c = draw(data(counter))
-
-
-def _copy_tasks(tasks, chunks, address, out, x):
-    counter = np.zeros(1, np.int64)
-    for _ in numba.prange(tasks):
-        c = draw(data(counter))
-        while c < chunks:
-            call(address, c, chunks, (out, x))
+            call(address, c, chunks, args)
             c = draw(data(counter))
 
 
@@ -715,8 +637,7 @@ PARALLEL_WORK = 1 << 21
 """Up to this much work is done by one thread. The unit is a multiply-add in a vector, about 36
 picoseconds; waking OpenMP's threads takes 15 microseconds where they do not spin."""
 
-WORKQUEUE = 3
-"""How many times as long Numba's own layer takes to wake its threads."""
+_wake = 1  # how many times as long the threading layer takes: 3 for Numba's own, "workqueue"
 
 CHUNK_WORK = 1 << 18
 """The least work worth a chunk of its own: 10 microseconds."""
@@ -724,7 +645,9 @@ CHUNK_WORK = 1 << 18
 MAX_CHUNKS = 1024
 
 _busy = threading.Lock()
-_forked = False  # this process was forked from one that had launched Numba's threads
+# Whether this process was forked from one that had launched Numba's threads; perhaps before this
+# module was imported, by multiprocessing.
+_forked = numba_parallel._is_initialized and multiprocessing.parent_process() is not None
 
 
 def _after_fork_in_child():
@@ -749,22 +672,20 @@ class _Kernel:
     Parameters
     ----------
     body : dispatcher
-    tasks : function
-        The same over many chunks.
     written : int
         The first so many arrays are written, the others only read.
     layout : {"C", "A"}
         Of the arrays that are read.
     """
 
-    def __init__(self, body, tasks, written=1, layout="C"):
-        self.body, self.tasks, self.written, self.layout = body.py_func, tasks, written, layout
+    def __init__(self, body, written=1, layout="C"):
+        self.body, self.written, self.layout = body.py_func, written, layout
         self.serial, self.parallel = {}, {}
 
     def __call__(self, key, work, *args):
         """Run the kernel; `key` stands for the types of the arrays in `args`."""
         kernel = self.serial.get(key) or self.compile(key, args)
-        if work > PARALLEL_WORK and not _forked and get_num_threads() > 1 and self.worth(work):
+        if work > PARALLEL_WORK * _wake and not _forked and get_num_threads() > 1:
             # Numba's layers abort or oversubscribe when two threads enter them at once: who
             # finds one inside goes alone.
             busy = _busy
@@ -772,18 +693,11 @@ class _Kernel:
                 try:
                     kernel, address = self.parallel.get(key) or self.compile_parallel(key)
                     chunks = min(int(work) // CHUNK_WORK + 1, MAX_CHUNKS)
-                    kernel(min(get_num_threads(), chunks), chunks, address, *args)
+                    kernel(min(get_num_threads(), chunks), chunks, address, args)
                     return
                 finally:
                     busy.release()
         kernel(0, 1, *args)
-
-    @staticmethod
-    def worth(work):
-        """Whether `work` is enough for the threading layer that was launched, if any."""
-        return getattr(numba_parallel, "_threading_layer", None) != "workqueue" or (
-            work > WORKQUEUE * PARALLEL_WORK
-        )
 
     def compile(self, key, args):
         """Compile the body for arguments like `args`, with inputs that are read-only.
@@ -805,12 +719,16 @@ class _Kernel:
 
     def compile_parallel(self, key):
         """Compile the parallel form where there is a serial one; this starts Numba's threads."""
+        global _wake
         with global_compiler_lock:
             if key not in self.parallel:
                 ((signature, body),) = self.serial[key].overloads.items()
-                kernel = _compile(self.tasks, (types.intp, *signature), parallel=True)
+                kinds = types.intp, types.intp, types.intp, types.Tuple(signature[2:])
+                kernel = _compile(_tasks, kinds, parallel=True)
                 address = body.library.get_pointer_to_function(body.fndesc.llvm_func_name)
                 self.parallel[key] = kernel, address
+                if numba_parallel._threading_layer == "workqueue":
+                    _wake = 3
         return self.parallel[key]
 
 
@@ -833,13 +751,13 @@ def _compile(function, signature, **options):
 
 
 _KERNELS = _SPMM, _SDDMM, _GATHER, _SEGMENT_SUM, _SGD, _ADAM, _COPY = (
-    _Kernel(_spmm, _spmm_tasks),
-    _Kernel(_sddmm, _sddmm_tasks),
-    _Kernel(_gather, _gather_tasks),
-    _Kernel(_segment_sum, _segment_sum_tasks),
-    _Kernel(_sgd, _sgd_tasks, written=2),
-    _Kernel(_adam, _adam_tasks, written=3),
-    _Kernel(_copy, _copy_tasks, layout="A"),
+    _Kernel(_spmm),
+    _Kernel(_sddmm),
+    _Kernel(_gather),
+    _Kernel(_segment_sum),
+    _Kernel(_sgd, written=2),
+    _Kernel(_adam, written=3),
+    _Kernel(_copy, layout="A"),
 )
 
 # ---------------------------------------------------------------------------------------------
@@ -953,21 +871,10 @@ def spmm(plan, values, x):
     permuted = perm is not None
     key = x.dtype.char + derived.key
     for column, part in _cut(plan, x):
-        _SPMM(
-            key,
-            (plan.nnz + plan.n_rows) * (part.shape[1] + 16),
-            out,
-            values,
-            perm if permuted else plan.indices,
-            part,
-            plan.indptr,
-            plan.indices,
-            permuted,
-            column,
-            derived.longest,
-            _ahead(part),
-        )
-    for i, pieces, entries in derived.giants:
+        work = (plan.nnz + plan.n_rows) * (part.shape[1] + 16)
+        arrays = out, values, perm if permuted else plan.indices, part, plan.indptr, plan.indices
+        _SPMM(key, work, *arrays, permuted, column, derived.longest, _ahead(part))
+    for i, pieces, entries in derived.giants:  # at most nnz / SPLIT of them
         of_row = gather(values, perm[entries]) if permuted else values[entries]
         sums = spmm(pieces, of_row, x)
         row = out[i]
@@ -990,20 +897,9 @@ def sddmm(plan, u, v):
     permuted = perm is not None
     key = u.dtype.char + derived.key
     for column, part in _cut(plan, v):
-        _SDDMM(
-            key,
-            plan.nnz * (part.shape[1] + 16),
-            out,
-            perm if permuted else plan.indices,
-            u,
-            part,
-            plan.indptr,
-            plan.indices,
-            permuted,
-            column,
-            column > 0,
-            _ahead(part),
-        )
+        work = plan.nnz * (part.shape[1] + 16)
+        arrays = out, perm if permuted else plan.indices, u, part, plan.indptr, plan.indices
+        _SDDMM(key, work, *arrays, permuted, column, column > 0, _ahead(part))
     return out
 
 
@@ -1012,7 +908,8 @@ def gather(x, index, base=None):
     x, index = contiguous(x), contiguous(index)
     out = empty((len(index),), x.dtype)
     base = x[:0] if base is None else contiguous(base)
-    _GATHER(x.dtype.char + index.dtype.char, 32 * len(index), out, x, index, base)
+    key = x.dtype.char + index.dtype.char
+    _GATHER(key, 32 * len(index), out, x, index, base, _ahead(x[:, None]))
     return out
 
 
@@ -1029,45 +926,27 @@ def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0, first=Fal
     """See reference."""
     p, g = p.reshape(-1), contiguous(g).reshape(-1)
     buf = p[:0] if buf is None else buf.reshape(-1)
-    _SGD(
-        p.dtype.char,
-        8 * p.size,
-        p,
-        buf,
-        g,
-        float(lr),
-        float(momentum),
-        bool(nesterov),
-        float(weight_decay),
-        bool(first),
-    )
+    scalars = float(lr), float(momentum), bool(nesterov), float(weight_decay), bool(first)
+    _SGD(p.dtype.char, 8 * p.size, p, buf, g, *scalars)
 
 
 def adam(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False):
     """See reference."""
     scalars = adam_scalars(step, lr, beta1, beta2, eps, weight_decay, decoupled)
-    _ADAM(
-        p.dtype.char,
-        16 * p.size,
-        p.reshape(-1),
-        m.reshape(-1),
-        v.reshape(-1),
-        contiguous(g).reshape(-1),
-        *map(float, scalars),
-    )
+    arrays = p.reshape(-1), m.reshape(-1), v.reshape(-1), contiguous(g).reshape(-1)
+    _ADAM(p.dtype.char, 16 * p.size, *arrays, *map(float, scalars))
 
 
 def warmup(dtypes):
-    """Compile every kernel, serial and parallel, for `dtypes` and both index types."""
+    """Compile every kernel, serial and parallel, for `dtypes` and 32-bit indices."""
+    plan = Plan(np.array([0, 1], np.int32), np.array([0], np.int32), 1)
     for dtype in dtypes:
         x = np.ones((1, 1), dtype)
         row = x[0]
-        for index in (np.int32, np.int64):
-            plan = Plan(np.array([0, 1], index), np.array([0], index), 1)
-            spmm(plan, row, x)
-            sddmm(plan, x, x)
-            gather(row, plan.indices)
-            segment_sum(row, plan.indptr, plan.indices)
+        spmm(plan, row, x)
+        sddmm(plan, x, x)
+        gather(row, plan.indices)
+        segment_sum(row, plan.indptr, plan.indices)
         sgd(row, row.copy(), None, 0.1)
         adam(row, row.copy(), row.copy(), row.copy(), 1, 0.1, 0.9, 0.99, 1e-8)
         _panels(x, 1)

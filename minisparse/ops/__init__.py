@@ -9,75 +9,21 @@ import inspect
 import numpy as np
 
 from ..engine import Tensor, as_dtype, is_grad_enabled, raw, tensor
-from .elementwise import (
-    absolute,
-    add,
-    arctan,
-    clip,
-    cos,
-    divide,
-    erf,
-    exp,
-    expm1,
-    gelu,
-    leaky_relu,
-    log,
-    log1p,
-    maximum,
-    minimum,
-    multiply,
-    negative,
-    power,
-    relu,
-    sigmoid,
-    sign,
-    sin,
-    softplus,
-    sqrt,
-    square,
-    subtract,
-    tan,
-    tanh,
-    where,
-)
-from .products import dot, matmul
-from .reductions import log_softmax, logsumexp, max, mean, min, norm, softmax, std, sum, var
-from .shapes import (
-    astype,
-    broadcast_to,
-    concatenate,
-    expand_dims,
-    getitem,
-    index_add,
-    ravel,
-    reshape,
-    scatter,
-    select_items,
-    split,
-    squeeze,
-    stack,
-    sum_to,
-    take,
-    take_along_axis,
-    transpose,
-)
+from . import elementwise, products, reductions, shapes
+from .elementwise import *
+from .products import *
+from .reductions import *
+from .shapes import *
+from .shapes import astype
 
-__all__ = [
-    "absolute", "add", "arctan", "astype", "broadcast_to", "clip", "concatenate", "cos", "divide",
-    "dot", "erf", "exp", "expand_dims", "expm1", "gelu", "getitem", "index_add", "leaky_relu",
-    "log", "log1p", "log_softmax", "logsumexp", "matmul", "max", "maximum", "mean", "min",
-    "minimum", "multiply", "negative", "norm", "power", "ravel", "relu", "reshape", "scatter",
-    "sigmoid", "sign", "sin", "softmax", "softplus", "split", "sqrt", "square", "squeeze",
-    "stack", "std", "subtract", "sum", "sum_to", "take", "take_along_axis", "tan", "tanh",
-    "transpose", "var", "where",
-]  # fmt: skip
+__all__ = [*elementwise.__all__, *products.__all__, *reductions.__all__, *shapes.__all__]
 
 # ------------------------------------------------------------------------------------ operators
 
 
 def bind_operator(name, function):
     """Bind ``x op y`` and ``y op x`` on Tensors to a function of two operands."""
-    setattr(Tensor, f"__{name}__", lambda self, other: function(self, other))
+    setattr(Tensor, f"__{name}__", function)
     setattr(Tensor, f"__r{name}__", lambda self, other: function(other, self))
 
     def inplace(self, other):
@@ -93,14 +39,14 @@ def bind_operator(name, function):
     setattr(Tensor, f"__i{name}__", inplace)
 
 
-for _name, _function in {
-    "add": add,
-    "sub": subtract,
-    "mul": multiply,
-    "truediv": divide,
-    "pow": power,
-    "matmul": matmul,
-}.items():
+for _name, _function in (
+    ("add", elementwise.add),
+    ("sub", elementwise.subtract),
+    ("mul", elementwise.multiply),
+    ("truediv", elementwise.divide),
+    ("pow", elementwise.power),
+    ("matmul", products.matmul),
+):
     bind_operator(_name, _function)
 
 
@@ -217,7 +163,7 @@ for _name, _value in {
     "__neg__": lambda self: negative(self),
     "__pos__": lambda self: self,
     "__abs__": lambda self: absolute(self),
-    "__getitem__": lambda self, key: select_items(self, key),
+    "__getitem__": lambda self, key: shapes.select_items(self, key),
     "__setitem__": _setitem,
     "__iter__": _iterate,
     "__lt__": _compare(np.less),
@@ -231,8 +177,8 @@ for _name, _value in {
     "reshape": _reshape,
     "transpose": _transpose,
     **{
-        f.__name__: _method(f)
-        for f in (sum, mean, var, std, max, min, clip, ravel, squeeze, dot, take)
+        function.__name__: _method(function)
+        for function in (sum, mean, var, std, max, min, clip, ravel, squeeze, dot, take)
     },
 }.items():
     setattr(Tensor, _name, _value)
@@ -240,16 +186,11 @@ for _name, _value in {
 # ----------------------------------------------------------------------------- NumPy's protocol
 
 _RECORDED = {
-    getattr(np, f.__name__): f
-    for f in (
-        absolute, add, arctan, clip, cos, divide, dot, exp, expm1, log, log1p, matmul, max,
-        maximum, mean, min, minimum, multiply, negative, power, ravel, reshape, sign, sin, split,
-        sqrt, square, squeeze, stack, std, subtract, sum, take, take_along_axis, tan, tanh,
-        transpose, var, where, broadcast_to, concatenate, expand_dims,
-    )
+    getattr(np, name): globals()[name]
+    for name in (set(__all__) & set(dir(np)))
 } | {
-    np.linalg.norm: norm, np.amax: max, np.amin: min, np.float_power: power,
-    np.positive: lambda x: x,
+    np.linalg.norm: reductions.norm, np.amax: reductions.max, np.amin: reductions.min,
+    np.float_power: elementwise.power, np.positive: lambda x: x,
 }  # fmt: skip
 
 _PLAIN = {

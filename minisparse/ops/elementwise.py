@@ -9,6 +9,12 @@ import numpy as np
 from ..engine import Tensor, primitive, raw
 from .shapes import fold
 
+__all__ = [
+    "absolute", "add", "arctan", "clip", "cos", "divide", "erf", "exp", "expm1", "gelu",
+    "leaky_relu", "log", "log1p", "maximum", "minimum", "multiply", "negative", "power", "relu",
+    "sigmoid", "sign", "sin", "softplus", "sqrt", "square", "subtract", "tan", "tanh", "where",
+]  # fmt: skip
+
 # ------------------------------------------------------------------------------------ arithmetic
 
 

@@ -8,6 +8,10 @@ from ..engine import primitive, raw
 from .elementwise import multiply
 from .shapes import fold, reshape, transpose
 
+__all__ = [
+    "dot", "matmul",
+]  # fmt: skip
+
 
 @primitive
 def matmul(x, y):

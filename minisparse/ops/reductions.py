@@ -12,6 +12,10 @@ from ..engine import primitive, raw
 from .elementwise import exp, select, square
 from .shapes import broadcast_to, reshape
 
+__all__ = [
+    "log_softmax", "logsumexp", "max", "mean", "min", "norm", "softmax", "std", "sum", "var",
+]  # fmt: skip
+
 
 def _kept(shape, axis):
     """Return the shape that a reduction over `axis` has with ``keepdims=True``."""

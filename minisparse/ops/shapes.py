@@ -10,6 +10,11 @@ from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
 
 from ..engine import Tensor, as_operand, primitive, raw
 
+__all__ = [
+    "broadcast_to", "concatenate", "expand_dims", "getitem", "index_add", "ravel",
+    "reshape", "split", "squeeze", "stack", "take", "take_along_axis", "transpose",
+]  # fmt: skip
+
 
 @primitive
 def reshape(x, *, shape):
