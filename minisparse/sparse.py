@@ -114,9 +114,7 @@ def gather(x, *, index_map, base=None):
     return kernels.gather(x, index_map.index, base)
 
 
-@gather.vjp
-def _(g, need, index_map):
-    return segment_sum(g, index_map=index_map)
+gather.vjp(lambda g, need, index_map: segment_sum(g, index_map=index_map))
 
 
 @primitive
@@ -127,9 +125,7 @@ def segment_sum(x, *, index_map):
     return kernels.segment_sum(x, *index_map.segments)
 
 
-@segment_sum.vjp
-def _(g, need, index_map):
-    return gather(g, index_map=index_map)
+segment_sum.vjp(lambda g, need, index_map: gather(g, index_map=index_map))
 
 
 @primitive
@@ -140,9 +136,7 @@ def sample(x, *, pattern):
     return x[pattern.rows, pattern.indices]
 
 
-@sample.vjp
-def _(g, need, pattern):
-    return spread(g, pattern=pattern)
+sample.vjp(lambda g, need, pattern: spread(g, pattern=pattern))
 
 
 @primitive
@@ -154,9 +148,7 @@ def spread(values, *, pattern):
     return out
 
 
-@spread.vjp
-def _(g, need, pattern):
-    return sample(g, pattern=pattern)
+spread.vjp(lambda g, need, pattern: sample(g, pattern=pattern))
 
 
 def _check_values(name, values, pattern):

@@ -94,9 +94,7 @@ def negative(x):
     return np.negative(x)
 
 
-@negative.vjp
-def _(g, need):
-    return -g
+negative.vjp(lambda g, need: -g)
 
 
 @primitive
@@ -105,9 +103,7 @@ def absolute(x):
     return np.absolute(x)
 
 
-@absolute.vjp
-def _(g, need, x):
-    return g * sign(x)
+absolute.vjp(lambda g, need, x: g * sign(x))
 
 
 @primitive
@@ -130,9 +126,7 @@ def exp(x):
     return np.exp(x)
 
 
-@exp.vjp
-def _(g, need, out):
-    return g * out
+exp.vjp(lambda g, need, out: g * out)
 
 
 @primitive
@@ -141,9 +135,7 @@ def expm1(x):
     return np.expm1(x)
 
 
-@expm1.vjp
-def _(g, need, out):
-    return g * (out + 1)
+expm1.vjp(lambda g, need, out: g * (out + 1))
 
 
 @primitive
@@ -152,9 +144,7 @@ def log(x):
     return np.log(x)
 
 
-@log.vjp
-def _(g, need, x):
-    return g / x
+log.vjp(lambda g, need, x: g / x)
 
 
 @primitive
@@ -163,9 +153,7 @@ def log1p(x):
     return np.log1p(x)
 
 
-@log1p.vjp
-def _(g, need, x):
-    return g / (x + 1)
+log1p.vjp(lambda g, need, x: g / (x + 1))
 
 
 @primitive
@@ -174,9 +162,7 @@ def sqrt(x):
     return np.sqrt(x)
 
 
-@sqrt.vjp
-def _(g, need, out):
-    return g * 0.5 / out
+sqrt.vjp(lambda g, need, out: g * 0.5 / out)
 
 
 @primitive
@@ -185,9 +171,7 @@ def square(x):
     return np.square(x)
 
 
-@square.vjp
-def _(g, need, x):
-    return g * x * 2
+square.vjp(lambda g, need, x: g * x * 2)
 
 
 # ------------------------------------------------------------------------------ trigonometry
@@ -199,9 +183,7 @@ def sin(x):
     return np.sin(x)
 
 
-@sin.vjp
-def _(g, need, x):
-    return g * cos(x)
+sin.vjp(lambda g, need, x: g * cos(x))
 
 
 @primitive
@@ -210,9 +192,7 @@ def cos(x):
     return np.cos(x)
 
 
-@cos.vjp
-def _(g, need, x):
-    return -g * sin(x)
+cos.vjp(lambda g, need, x: -g * sin(x))
 
 
 @primitive
@@ -221,9 +201,7 @@ def tan(x):
     return np.tan(x)
 
 
-@tan.vjp
-def _(g, need, out):
-    return g * (out * out + 1)
+tan.vjp(lambda g, need, out: g * (out * out + 1))
 
 
 @primitive
@@ -232,9 +210,7 @@ def arctan(x):
     return np.arctan(x)
 
 
-@arctan.vjp
-def _(g, need, x):
-    return g / (x * x + 1)
+arctan.vjp(lambda g, need, x: g / (x * x + 1))
 
 
 @primitive
@@ -243,9 +219,7 @@ def tanh(x):
     return np.tanh(x)
 
 
-@tanh.vjp
-def _(g, need, out):
-    return g * (1 - out * out)
+tanh.vjp(lambda g, need, out: g * (1 - out * out))
 
 
 # ------------------------------------------------------------------------------ activations
@@ -259,9 +233,7 @@ def sigmoid(x):
     return expit(x)
 
 
-@sigmoid.vjp
-def _(g, need, out):
-    return g * out * (1 - out)
+sigmoid.vjp(lambda g, need, out: g * out * (1 - out))
 
 
 @primitive
@@ -270,9 +242,7 @@ def softplus(x):
     return np.logaddexp(x, 0.0)
 
 
-@softplus.vjp
-def _(g, need, x):
-    return g * sigmoid(x)
+softplus.vjp(lambda g, need, x: g * sigmoid(x))
 
 
 @primitive
@@ -281,9 +251,7 @@ def relu(x):
     return np.maximum(x, 0.0)
 
 
-@relu.vjp
-def _(g, need, out):
-    return select(g, 0.0, condition=out > 0)
+relu.vjp(lambda g, need, out: select(g, 0.0, condition=out > 0))
 
 
 @primitive
@@ -292,9 +260,7 @@ def leaky_relu(x, *, negative_slope=0.01):
     return np.where(x > 0, x, x * negative_slope)
 
 
-@leaky_relu.vjp
-def _(g, need, x, negative_slope):
-    return select(g, g * negative_slope, condition=x > 0)
+leaky_relu.vjp(lambda g, need, x, negative_slope: select(g, g * negative_slope, condition=x > 0))
 
 
 @primitive
@@ -305,9 +271,7 @@ def erf(x):
     return erf(x)
 
 
-@erf.vjp
-def _(g, need, x):
-    return g * (2 / math.sqrt(math.pi)) * exp(-x * x)
+erf.vjp(lambda g, need, x: g * (2 / math.sqrt(math.pi)) * exp(-x * x))
 
 
 @primitive

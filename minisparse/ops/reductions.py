@@ -122,9 +122,7 @@ def softmax(x, *, axis=-1):
     return e / np.sum(e, axis=axis, keepdims=True)
 
 
-@softmax.vjp
-def _(g, need, out, axis):
-    return out * (g - sum(g * out, axis=axis, keepdims=True))
+softmax.vjp(lambda g, need, out, axis: out * (g - sum(g * out, axis=axis, keepdims=True)))
 
 
 @primitive
@@ -134,9 +132,7 @@ def log_softmax(x, *, axis=-1):
     return shifted - np.log(np.sum(np.exp(shifted), axis=axis, keepdims=True))
 
 
-@log_softmax.vjp
-def _(g, need, out, axis):
-    return g - exp(out) * sum(g, axis=axis, keepdims=True)
+log_softmax.vjp(lambda g, need, out, axis: g - exp(out) * sum(g, axis=axis, keepdims=True))
 
 
 @primitive

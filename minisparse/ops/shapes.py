@@ -29,9 +29,7 @@ def reshape(x, *, shape):
     return np.reshape(x, shape)
 
 
-@reshape.vjp
-def _(g, need, x_shape):
-    return reshape(g, shape=x_shape)
+reshape.vjp(lambda g, need, x_shape: reshape(g, shape=x_shape))
 
 
 def ravel(x):
@@ -68,9 +66,7 @@ def broadcast_to(x, *, shape):
     return np.broadcast_to(x, shape)
 
 
-@broadcast_to.vjp
-def _(g, need, x_shape):
-    return fold(g, x_shape)
+broadcast_to.vjp(lambda g, need, x_shape: fold(g, x_shape))
 
 
 @primitive
@@ -81,9 +77,7 @@ def sum_to(x, *, shape):
     return np.sum(x, axis=(*range(lead), *axes), keepdims=True).reshape(shape)
 
 
-@sum_to.vjp
-def _(g, need, x_shape):
-    return broadcast_to(g, shape=x_shape)
+sum_to.vjp(lambda g, need, x_shape: broadcast_to(g, shape=x_shape))
 
 
 def fold(g, shape):
@@ -187,9 +181,7 @@ def getitem(x, *, key):
     return x[key]
 
 
-@getitem.vjp
-def _(g, need, key, x_shape):
-    return scatter(g, key=key, shape=x_shape)
+getitem.vjp(lambda g, need, key, x_shape: scatter(g, key=key, shape=x_shape))
 
 
 @primitive
@@ -203,9 +195,7 @@ def scatter(x, *, key, shape):
     return out
 
 
-@scatter.vjp
-def _(g, need, key):
-    return getitem(g, key=key)
+scatter.vjp(lambda g, need, key: getitem(g, key=key))
 
 
 def select_items(x, key):
