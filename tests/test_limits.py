@@ -37,6 +37,7 @@ def step(n, fan_in, k, optimizer=False):
 )
 def test_peak_memory(in_new_process, call, limit):
     """CASES 5: memory of forward and backward in proportion to what is stored, in MB."""
+    in_new_process(f"{PEAK}\nstep(3, 1, 1, optimizer=True)\nstep(3, 1, 2)")  # compiles, and caches
     printed = in_new_process(f"{PEAK}\n{call}\nprint(peak())", timeout=300)
     assert float(printed) < limit
 
