@@ -21,8 +21,14 @@ import functools
 import inspect
 import itertools
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from ._members import Members as _Base  # what `ops` binds, for type checkers
+else:
+    _Base = object
 
 # (is recording on, what was before): leaving restores what was there, with no state on no_grad.
 _mode: contextvars.ContextVar[tuple] = contextvars.ContextVar("grad_mode", default=(True, None))
@@ -101,7 +107,7 @@ def as_floats(data, dtype=None, what="tensor") -> np.ndarray:
     return array.astype(own if dtype is None else as_dtype(dtype), copy=False)
 
 
-class Tensor:
+class Tensor(_Base):
     """An array that knows how it was made; created by :func:`tensor` and by operations.
 
     Attributes
@@ -423,9 +429,7 @@ def as_operand(a, dtype, name) -> np.ndarray:
 def _version_of(out, args):
     """Find the version counter of the memory that `out` sees: a view shares its operand's."""
     for a in args:
-        if isinstance(a, Tensor) and (
-            out is a._array or (out.base is not None and np.may_share_memory(out, a._array))
-        ):
+        if isinstance(a, Tensor) and (out is a._array or np.may_share_memory(out, a._array)):
             return a._version
     return [0]
 

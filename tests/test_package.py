@@ -7,6 +7,7 @@ import pathlib
 import tokenize
 
 import pytest
+from hypothesis import settings
 
 import minisparse as ms
 
@@ -34,6 +35,8 @@ def imported(path):
     """Yield the parts of the package that a file imports, and everything else it imports."""
     package = path.relative_to(PACKAGE).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "_members":
+            continue  # exists for type checkers only
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) + 1 - node.level]
             targets = [node.module] if node.module else [a.name for a in node.names]
@@ -118,6 +121,26 @@ def test_every_public_name_is_documented():
                 and not inspect.getdoc(getattr(thing, member))
             ]
     assert not missing
+
+
+def test_type_checkers_see_what_is_bound():
+    stub = ast.parse((PACKAGE / "_members.pyi").read_text()).body[-1]
+    told = {getattr(n, "name", None) or n.target.id for n in stub.body}
+    bound = set(vars(ms.Tensor)) - set(vars(ms.engine.Tensor.__base__)) | {"__eq__", "__ne__"}
+    assert told <= set(vars(ms.Tensor))
+    public = {n for n in bound if not n.startswith("_")} - {"data", "grad", "requires_grad"}
+    assert public - {"shape", "ndim", "size", "dtype", "detach", "backward"} <= told
+    operators = {f"__{side}{op}__" for side in ("", "r", "i") for op in OPERATORS}
+    assert operators <= told
+
+
+OPERATORS = ("add", "sub", "mul", "truediv", "pow", "matmul")
+
+
+def test_no_deadline_while_something_compiles():
+    """CASES 36."""
+    for name in ("dev", "ci", "deep"):
+        assert settings.get_profile(name).deadline is None
 
 
 def test_all_is_what_is_there():
