@@ -14,7 +14,8 @@ This module needs ``hypothesis``; nothing else in the package imports it.
 
 from __future__ import annotations
 
-import operator
+import functools
+import inspect
 
 import numpy as np
 import scipy.sparse as sp
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 from hypothesis.extra import numpy as hnp
 
-from .engine import as_dtype, tensor
+from .engine import tensor
 from .pattern import Pattern
 from .sparse import SparseParameter, SparseTensor
 
@@ -33,130 +34,82 @@ __all__ = [
 
 LAYOUTS = ("C", "Fortran", "sliced", "reversed", "read-only", "stride 0", "unaligned")
 FORMATS = ("csr", "csc", "coo", "bsr", "lil", "dok", "dia")
-MAX_SIDE = 6
+
+# ------------------------------------------------------------------------------------- arguments
 
 
-# ------------------------------------------------------------------------- arguments and numbers
+def _is_shape(value):
+    return isinstance(value, tuple) and all(isinstance(n, int) and n >= 0 for n in value)
 
 
-def _sizes(shape):
-    shape = tuple(operator.index(n) for n in shape)
-    if any(n < 0 for n in shape):
-        raise ValueError
-    return shape
-
-
-def _sides(shape):
-    n_rows, n_cols = _sizes(shape)
-    return n_rows, n_cols
-
-
-def _a(kind):
-    def check(value):
-        if not isinstance(value, kind):
-            raise TypeError
-        return value
-
-    return check
-
-
-def _among(names):
-    return lambda value: names[names.index(value)]
-
-
-_SIDE = st.integers(0, MAX_SIDE)
-_FLAG = _a(bool), "True or False", st.booleans()
-# How each argument is checked, what to say if it is wrong, and what None draws.
-_ARGUMENTS = {
-    "shape": (
-        _sizes,
-        "a tuple of integers of 0 or more",
-        hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=MAX_SIDE),
-    ),
-    "sides": (_sides, "a pair of integers of 0 or more", st.tuples(_SIDE, _SIDE)),
-    "dtype": (as_dtype, "float32 or float64", None),
-    "layout": (_among(LAYOUTS), f"one of {LAYOUTS}", st.sampled_from(LAYOUTS)),
-    "format": (_among(FORMATS), f"one of {FORMATS}", None),
-    "ndim": (_among(range(1, 33)), "an integer from 1 to 32", st.integers(1, 3)),
-    "pattern": (_a(Pattern), "a Pattern", None),
+_DTYPES = np.dtype(np.float32), np.dtype(np.float64)
+_SIDE = st.integers(0, 6)
+_SIZES, _SIDES = st.lists(_SIDE, max_size=3).map(tuple), st.tuples(_SIDE, _SIDE)
+# What each argument needs, in words; whether a value is that; what None stands for.
+_FLAG = "True or False", lambda v: isinstance(v, bool), st.booleans()
+_NEEDS = {
+    "sizes": ("a tuple of integers of 0 or more", _is_shape, _SIZES),
+    "shape": ("a pair of integers of 0 or more", lambda v: _is_shape(v) and len(v) == 2, _SIDES),
+    "dtype": ("float32 or float64", _DTYPES.__contains__, st.sampled_from(_DTYPES)),
+    "layout": (f"one of {LAYOUTS}", LAYOUTS.__contains__, st.sampled_from(LAYOUTS)),
+    "format": (f"one of {FORMATS}", FORMATS.__contains__, st.sampled_from(FORMATS)),
+    "ndim": ("an integer from 1 to 32", range(1, 33).__contains__, st.integers(1, 3)),
+    "pattern": ("a Pattern", lambda v: isinstance(v, Pattern), None),
+    "elements": ("a strategy of numbers", lambda v: isinstance(v, st.SearchStrategy), st.none()),
 }
 
 
-def _arguments(function, **given):
-    """Return a strategy for each argument: of one value, which is checked now, or of many."""
-    strategies = []
-    for name, value in given.items():
-        check, needs, default = _ARGUMENTS.get(name, _FLAG)
-        shown = "shape" if name == "sides" else name
+def _argument(function, name, value):
+    """Return a strategy of one value, which is checked now, or of many, each when it is drawn."""
+    dense = name == "shape" and function in ("arrays", "cotangents")
+    needs, holds, default = _NEEDS.get("sizes" if dense else name, _FLAG)
 
-        def checked(value, check=check, needs=needs, shown=shown):
-            try:
-                return check(value)
-            except (TypeError, ValueError):
-                message = f"{function}: {shown}={value!r}, needs {needs}, or a strategy of these"
-                raise InvalidArgument(message) from None
+    def checked(value):
+        if not holds(value):
+            raise InvalidArgument(f"{function}: {name}={value!r}, needs {needs}")
+        return value
 
-        if value is None and default is not None:
-            strategies.append(default)
-        elif isinstance(value, st.SearchStrategy):
-            strategies.append(value.map(checked))
-        else:
-            strategies.append(st.just(checked(value)))
-    return strategies
+    if value is None:
+        return default
+    if isinstance(value, st.SearchStrategy) and not holds(value):
+        return value.map(checked)
+    return st.just(checked(value))
 
 
-def _pattern_argument(function, pattern, shape):
-    if pattern is None:
-        return _patterns(*_arguments(function, sides=shape))
-    if shape is not None:
-        raise InvalidArgument(f"{function}: give either pattern or shape, not both")
-    return _arguments(function, pattern=pattern)[0]
+def _strategy(function):
+    """Turn a function of `draw` and of values into one of values or strategies of such."""
+    composite = st.composite(function)
 
+    @functools.wraps(composite)
+    def public(*args, **kwargs):
+        call = inspect.signature(composite).bind(*args, **kwargs)
+        call.apply_defaults()
+        given, name = call.arguments, function.__name__
+        drawn = {key: _argument(name, key, value) for key, value in given.items()}
+        if "pattern" in given:
+            shape = drawn.pop("shape")
+            if given["pattern"] is None:
+                drawn["pattern"] = patterns(shape=shape)
+            elif given["shape"] is not None:
+                raise InvalidArgument(f"{name}: give either pattern or shape, not both")
+        return st.fixed_dictionaries(drawn).flatmap(lambda values: composite(**values))
 
-def _numbers(dtype, exact):
-    if exact:
-        return st.integers(-4, 4).map(float)
-    return st.floats(-4, 4, width=8 * dtype.itemsize, allow_subnormal=False)
-
-
-@st.composite
-def _plain(draw, shape, dtype, exact, elements=None):
-    """Draw a C-ordered array; every number of its own, so that few are equal by accident."""
-    elements = _numbers(dtype, exact) if elements is None else elements
-    return draw(hnp.arrays(dtype, shape, elements=elements, fill=st.nothing()))
-
-
-def _laid_out(array, layout):
-    """Return an array of the same numbers in another memory layout."""
-    if layout == "Fortran":
-        return array.copy("F")  # np.asfortranarray would make one axis of none
-    if layout == "sliced":  # NaN around it: who reads past a stride finds out
-        around = np.full([2 * n + 1 for n in array.shape], np.nan, array.dtype)
-        view = around[(slice(1, None, 2),) * array.ndim + (...,)]
-    elif layout == "reversed":
-        view = np.empty_like(array)[(slice(None, None, -1),) * array.ndim + (...,)]
-    elif layout == "unaligned":
-        view = np.ndarray(array.shape, array.dtype, bytearray(array.nbytes + 1), offset=1)
-    else:
-        view = np.empty_like(array)
-    view[...] = array
-    view.flags.writeable = layout != "read-only"
-    return view
-
-
-@st.composite
-def _arrays(draw, shape, dtype, exact, layout, elements=None):
-    shape, dtype, exact, layout = draw(st.tuples(shape, dtype, exact, layout))
-    if layout == "stride 0":
-        own = tuple(draw(st.sampled_from([min(n, 1), n])) for n in shape)
-        return np.broadcast_to(draw(_plain(own, dtype, exact, elements)), shape)
-    return _laid_out(draw(_plain(shape, dtype, exact, elements)), layout)
+    return public
 
 
 # ------------------------------------------------------------------------------ dense strategies
 
 
-def arrays(*, shape=None, dtype=np.float64, exact=False, layout=None, elements=None):
+def _plain(shape, dtype, exact, elements=None):
+    """Draw a C-ordered array; every number of its own, so that few are equal by accident."""
+    ends = {"min_value": -4, "max_value": 4}
+    if elements is None:
+        elements = st.integers(**ends) if exact else {**ends, "allow_subnormal": False}
+    return hnp.arrays(dtype, shape, elements=elements, fill=st.nothing())
+
+
+@_strategy
+def arrays(draw, *, shape=None, dtype=np.float64, exact=False, layout=None, elements=None):
     """Draw dense arrays in every memory layout.
 
     Parameters
@@ -190,13 +143,30 @@ def arrays(*, shape=None, dtype=np.float64, exact=False, layout=None, elements=N
     >>> find(arrays(shape=(2, 2), layout="Fortran", exact=True), lambda x: x.sum() > 0).strides
     (8, 16)
     """
-    if elements is not None and not isinstance(elements, st.SearchStrategy):
-        raise InvalidArgument(f"arrays: elements={elements!r}, needs a strategy of numbers")
-    parts = _arguments("arrays", shape=shape, dtype=dtype, exact=exact, layout=layout)
-    return _arrays(*parts, elements)
+    own = shape
+    if layout == "stride 0":
+        own = tuple(draw(st.sampled_from([min(n, 1), n])) for n in shape)
+    array = draw(_plain(own, dtype, exact, elements))
+    if layout == "stride 0":
+        return np.broadcast_to(array, shape)
+    if layout == "Fortran":
+        return array.copy("F")  # np.asfortranarray would make one axis of none
+    if layout == "reversed":
+        return np.asarray(np.flip(array))  # which makes a scalar of no axes
+    if layout == "sliced":  # NaN around it: who reads past a stride finds out
+        around = np.full([2 * n + 1 for n in shape], np.nan, dtype)
+        view = around[(..., *[slice(1, None, 2)] * len(shape))]
+    elif layout == "unaligned":
+        view = np.ndarray(shape, dtype, bytearray(array.nbytes + 1), offset=1)
+    else:
+        view = array
+    view[...] = array
+    view.flags.writeable = layout != "read-only"
+    return view
 
 
-def cotangents(*, shape, dtype=np.float64, exact=False):
+@_strategy
+def cotangents(draw, *, shape, dtype=np.float64, exact=False):
     """Draw gradients of a result of that shape, laid out as a backward pass may hand them on.
 
     Parameters
@@ -226,31 +196,17 @@ def cotangents(*, shape, dtype=np.float64, exact=False):
     array([[0., 0., 0.],
            [0., 0., 0.]])
     """
-    parts = _arguments("cotangents", shape=shape, dtype=dtype, exact=exact)
+    if draw(st.booleans()):
+        return np.broadcast_to(draw(_plain((), dtype, exact)), shape)
     layout = st.sampled_from([kind for kind in LAYOUTS if kind != "unaligned"])
-    return _arrays(*parts, layout) | _constant(*parts)
-
-
-@st.composite
-def _constant(draw, shape, dtype, exact):
-    shape, dtype, exact = draw(st.tuples(shape, dtype, exact))
-    return np.broadcast_to(draw(_plain((), dtype, exact)), shape)
+    return draw(arrays(shape=shape, dtype=dtype, exact=exact, layout=layout))
 
 
 # ----------------------------------------------------------------------------- sparse strategies
 
 
-@st.composite
-def _patterns(draw, shape):
-    n_rows, n_cols = draw(shape)
-    # Hypothesis fills most of an array with one truth value: sparse masks, and dense ones.
-    mask = draw(hnp.arrays(bool, (n_rows, n_cols)))
-    if n_rows and draw(st.sampled_from([False, False, False, True])):
-        mask[draw(st.integers(0, n_rows - 1))] = True
-    return Pattern.from_mask(mask)
-
-
-def patterns(*, shape=None):
+@_strategy
+def patterns(draw, *, shape=None):
     """Draw sparsity patterns.
 
     Parameters
@@ -275,17 +231,17 @@ def patterns(*, shape=None):
     >>> find(patterns(), lambda p: p.nnz > 0)
     Pattern(shape=(1, 1), nnz=1, density=100%)
     """
-    return _patterns(*_arguments("patterns", sides=shape))
+    # Hypothesis fills most of an array with one truth value: sparse masks, and dense ones.
+    mask = draw(hnp.arrays(bool, shape))
+    if shape[0] and draw(st.sampled_from([False, False, False, True])):
+        mask[draw(st.integers(0, shape[0] - 1))] = True
+    return Pattern.from_mask(mask)
 
 
-@st.composite
-def _sparse_tensors(draw, pattern, dtype, exact, requires_grad):
-    pattern, dtype = draw(pattern), draw(dtype)
-    values = draw(_plain(pattern.nnz, dtype, draw(exact)))
-    return SparseTensor(pattern, tensor(values, requires_grad=draw(requires_grad)))
-
-
-def sparse_tensors(*, pattern=None, shape=None, dtype=np.float64, exact=False, requires_grad=False):
+@_strategy
+def sparse_tensors(
+    draw, *, pattern=None, shape=None, dtype=np.float64, exact=False, requires_grad=False
+):
     """Draw SparseTensors whose values are a leaf; stored zeros are among them.
 
     Parameters
@@ -318,32 +274,13 @@ def sparse_tensors(*, pattern=None, shape=None, dtype=np.float64, exact=False, r
     >>> S.values
     tensor([0., 0.])
     """
-    name = "sparse_tensors"
-    rest = _arguments(name, dtype=dtype, exact=exact, requires_grad=requires_grad)
-    return _sparse_tensors(_pattern_argument(name, pattern, shape), *rest)
+    values = draw(_plain(pattern.nnz, dtype, exact))
+    return SparseTensor(pattern, tensor(values, requires_grad=requires_grad))
 
 
-@st.composite
-def _sparse_parameters(draw, pattern, dtype, exact, frozen, tied):
-    pattern, dtype, exact = draw(pattern), draw(dtype), draw(exact)
-    n = pattern.nnz
-    values = draw(_plain(n, dtype, exact))
-    trainable = draw(hnp.arrays(bool, n)) if draw(frozen) else None
-    share = draw(hnp.arrays(np.int64, n, elements=st.integers(-1, 3))) if draw(tied) else None
-    if share is not None:  # those of one label start from one value
-        trained = np.ones(n, bool) if trainable is None else trainable
-        values[trained] = draw(_plain(5, dtype, exact))[share[trained]]
-    return SparseParameter((pattern, values), trainable=trainable, share=share)
-
-
+@_strategy
 def sparse_parameters(
-    *,
-    pattern=None,
-    shape=None,
-    dtype=np.float64,
-    exact=False,
-    frozen=None,
-    tied=None,
+    draw, *, pattern=None, shape=None, dtype=np.float64, exact=False, frozen=None, tied=None
 ):
     """Draw SparseParameters, with constant entries and with entries that are one weight.
 
@@ -379,28 +316,18 @@ def sparse_parameters(
     >>> W.nnz, W.n_free
     (2, 1)
     """
-    name = "sparse_parameters"
-    rest = _arguments(name, dtype=dtype, exact=exact, frozen=frozen, tied=tied)
-    return _sparse_parameters(_pattern_argument(name, pattern, shape), *rest)
+    n, share = pattern.nnz, None
+    values = draw(_plain(n, dtype, exact))
+    trainable = draw(hnp.arrays(bool, n)) if frozen else np.ones(n, bool)
+    if tied:  # those of one label start from one value
+        share = draw(hnp.arrays(int, n, elements=st.integers(-1, 3)))
+        values = np.where(trainable, draw(_plain(5, dtype, exact))[share], values)
+    return SparseParameter((pattern, values), trainable=trainable, share=share)
 
 
-@st.composite
-def _spmm_operands(draw, pattern, dtype, exact, ndim, requires_grad, as_arrays):
-    pattern, dtype, exact, ndim = draw(st.tuples(pattern, dtype, exact, ndim))
-    k, *lead = draw(st.tuples(*[st.integers(0, 4)] * (ndim - 1))) or (None,)
-    shape = (pattern.shape[1],) if k is None else (*lead, pattern.shape[1], k)
-
-    def drawn(shape):
-        return draw(arrays(shape=shape, dtype=dtype, exact=exact))
-
-    if draw(as_arrays):
-        return (pattern, drawn((pattern.nnz,))), drawn(shape)
-    values = draw(_plain(pattern.nnz, dtype, exact))
-    S = SparseTensor(pattern, tensor(values, requires_grad=draw(requires_grad)))
-    return S, drawn(shape)
-
-
+@_strategy
 def spmm_operands(
+    draw,
     *,
     pattern=None,
     shape=None,
@@ -449,39 +376,16 @@ def spmm_operands(
     >>> (S @ x).data.tolist() == (S.to_dense().data @ x).tolist()
     True
     """
-    name = "spmm_operands"
-    dense = _arguments(name, dtype=dtype, exact=exact, ndim=ndim)
-    sparse = _arguments(name, requires_grad=requires_grad, as_arrays=as_arrays)
-    return _spmm_operands(_pattern_argument(name, pattern, shape), *dense, *sparse)
+    numbers = {"dtype": dtype, "exact": exact}
+    k = draw(st.tuples(*[st.integers(0, 4)] * (ndim - 1)))
+    x = draw(arrays(shape=(*k[1:], pattern.shape[1], *k[:1]), **numbers))
+    if as_arrays:
+        return (pattern, draw(arrays(shape=(pattern.nnz,), **numbers))), x
+    return draw(sparse_tensors(pattern=pattern, requires_grad=requires_grad, **numbers)), x
 
 
-@st.composite
-def _scipy_csr(draw, shape, dtype, exact, fmt, canonical):
-    pattern, dtype, fmt, canonical = draw(st.tuples(_patterns(shape), dtype, fmt, canonical))
-    order = np.arange(pattern.nnz)
-    if not canonical and pattern.nnz:
-        again = draw(st.lists(st.integers(0, pattern.nnz - 1), max_size=4))
-        order = np.array(draw(st.permutations([*range(pattern.nnz), *again])))
-    data = draw(_plain(len(order), dtype, draw(exact)))
-    rows, cols = pattern.rows[order], pattern.indices[order]
-    width, kind = draw(st.sampled_from([(w, k) for k in ("array", "matrix") for w in "il"]))
-    coo, csr = (getattr(sp, f"{name}_{kind}") for name in ("coo", "csr"))
-    if fmt == "coo":
-        A = coo((data, (rows, cols)), shape=pattern.shape)
-        A.coords = tuple(c.astype(width) for c in (rows, cols))
-        return A
-    # Built by hand, since conversions would sort and merge: by column, and turned over, for csc.
-    if fmt == "csc":
-        rows, cols = cols, rows
-    sizes = pattern.shape[:: -1 if fmt == "csc" else 1]
-    by_row = np.argsort(rows, kind="stable")
-    indptr = np.append(0, np.cumsum(np.bincount(rows, minlength=sizes[0])))
-    A = csr((data[by_row], cols[by_row], indptr), shape=sizes)
-    A.indices, A.indptr = A.indices.astype(width), A.indptr.astype(width)  # it would narrow them
-    return A.T if fmt == "csc" else A.asformat(fmt)
-
-
-def scipy_csr(*, shape=None, dtype=np.float64, exact=False, format="csr", canonical=None):
+@_strategy
+def scipy_csr(draw, *, shape=None, dtype=np.float64, exact=False, format="csr", canonical=None):
     """Draw SciPy sparse matrices and arrays, in good order and in bad.
 
     Parameters
@@ -515,5 +419,23 @@ def scipy_csr(*, shape=None, dtype=np.float64, exact=False, format="csr", canoni
     >>> A.indices.tolist()
     [1, 0]
     """
-    numbers = _arguments("scipy_csr", sides=shape, dtype=dtype, exact=exact)
-    return _scipy_csr(*numbers, *_arguments("scipy_csr", format=format, canonical=canonical))
+    pattern = draw(patterns(shape=shape))
+    order = list(range(pattern.nnz))
+    if order and not canonical:
+        again = draw(st.lists(st.sampled_from(order), max_size=4))
+        order = draw(st.permutations(order + again))
+    data = draw(_plain(len(order), dtype, exact))
+    kind, width = draw(st.sampled_from([(k, w) for k in ("array", "matrix") for w in "il"]))
+    rows, cols = (c[order].astype(width) for c in (pattern.rows, pattern.indices))
+    if format not in ("csr", "csc"):
+        A = getattr(sp, f"coo_{kind}")((data, (rows, cols)), shape=pattern.shape)
+        A.coords = rows, cols  # it would narrow them
+        return A.asformat(format)
+    # Built by hand, since conversions would sort and merge.
+    major, minor = (rows, cols) if format == "csr" else (cols, rows)
+    order = np.argsort(major, kind="stable")
+    sides = np.arange(pattern.shape[format == "csc"] + 1)
+    indptr = np.searchsorted(major[order], sides).astype(width)
+    A = getattr(sp, f"{format}_{kind}")((data[order], minor[order], indptr), shape=pattern.shape)
+    A.indices, A.indptr = minor[order], indptr  # it would narrow them
+    return A
