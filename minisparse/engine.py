@@ -635,4 +635,4 @@ def _is_new(r, g, saved, results):
         return False
     lists = [array for group in saved if type(group) is list for array in group]
     others = [g, *results, *saved, *lists]
-    return sum(r is o or r is getattr(o, "base", None) for o in others) == 1
+    return len([o for o in others if r is o or r is getattr(o, "base", None)]) == 1

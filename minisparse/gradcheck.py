@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 
 import numpy as np
 
-from .engine import Tensor, enable_grad, grad, tensor
+from .engine import Tensor, enable_grad, grad, raw, tensor
 from .sparse import SparseParameter, SparseTensor
 
 
@@ -57,73 +55,55 @@ def gradcheck(f, inputs, *, order=1, eps=None, rtol=None, atol=None, rng=0) -> b
     >>> ms.gradcheck(lambda x: ms.exp(x) * x, ms.tensor([0.5, -1.0]), order=2)
     True
     """
-    if order < 1:
-        raise ValueError(f"gradcheck: order={order}, needs 1 or more")
-    if isinstance(inputs, (Tensor, SparseTensor, np.ndarray)):
-        inputs = (inputs,)
-    if not len(inputs):
-        raise ValueError("gradcheck: no inputs, so there is nothing to check")
-    if eps is not None and not eps > 0:
-        raise ValueError(f"gradcheck: eps={eps} must be positive")
-    rng = np.random.default_rng(rng)
-    builders, points = zip(*[_taken_apart(i, x) for i, x in enumerate(inputs)], strict=True)
     eps = np.cbrt(np.finfo(float).eps) if eps is None else eps
     rtol, atol = 1e-5 if rtol is None else rtol, 1e-8 if atol is None else atol
+    if order < 1 or not eps > 0:
+        raise ValueError(f"gradcheck: order={order} and eps={eps} must be positive")
+    single = isinstance(inputs, (Tensor, SparseTensor, np.ndarray))
+    inputs = [inputs] if single else list(inputs)
+    if not inputs:
+        raise ValueError("gradcheck: no inputs, so there is nothing to check")
+    points, rng = [_numbers(i, x) for i, x in enumerate(inputs)], np.random.default_rng(rng)
 
     def run(*arrays):
         leaves = [tensor(a, requires_grad=True) for a in arrays]
-        return leaves, _outputs(f(*[b(leaf) for b, leaf in zip(builders, leaves, strict=True)]))
+        return leaves, _outputs(f(*map(_with_leaf, inputs, leaves)))
 
     with enable_grad():
         for level in range(1, order + 1):
             name = "gradient" if level == 1 else f"gradient of order {level}"
             cotangents = _check_once(run, points, eps, rtol, atol, rng, name)
-            run, points = _differentiated(run, len(points)), (*points, *cotangents)
+            run, points = _differentiated(run, len(points)), points + cotangents
     return True
 
 
-def _taken_apart(i, x):
-    """Split an input into a function of one float64 leaf, and a copy of that leaf's numbers."""
-    if isinstance(x, SparseParameter):
-        parts = x.pattern, x._index_map, x._base
-        numbers = x.free.data
-
-        def build(leaf):
-            pattern, index_map, base = parts
-            parameter = SparseParameter.__new__(SparseParameter)
-            parameter._setup(pattern, leaf, index_map, base)
-            return parameter
-
-    elif isinstance(x, SparseTensor):
-        pattern, numbers = x.pattern, x.values.data
-
-        def build(leaf):
-            return SparseTensor(pattern, leaf)
-
-    elif isinstance(x, (Tensor, np.ndarray)):
-        numbers = x.data if isinstance(x, Tensor) else x
-
-        def build(leaf):
-            return leaf
-
-    else:
+def _numbers(i, x):
+    """Return a copy of the numbers of an input that are moved."""
+    if isinstance(x, SparseTensor):
+        x = x.free if isinstance(x, SparseParameter) else x.values
+    if not isinstance(x, (Tensor, np.ndarray)):
         raise TypeError(f"gradcheck: input {i} is a {type(x).__name__}, not a Tensor")
+    numbers = np.array(raw(x))
     if numbers.dtype != np.float64:
-        raise TypeError(
-            f"gradcheck: input {i} is {numbers.dtype}, in which differences are mostly rounding; "
-            "pass it as float64, with .astype(np.float64)"
-        )
-    return build, np.array(numbers)
+        what = f"{numbers.dtype}, in which differences are mostly rounding"
+        raise TypeError(f"gradcheck: input {i} is {what}; pass it .astype(np.float64)")
+    return numbers
+
+
+def _with_leaf(x, leaf):
+    """Return an input of the kind of `x` whose numbers are `leaf`."""
+    if isinstance(x, SparseParameter):
+        rebuild, (pattern, _, *rest) = x.__reduce__()
+        return rebuild(pattern, leaf, *rest)
+    return x.with_values(leaf) if isinstance(x, SparseTensor) else leaf
 
 
 def _outputs(result):
     results = result if isinstance(result, (list, tuple)) else [result]
     results = [r.values if isinstance(r, SparseTensor) else r for r in results]
-    for r in results:
-        if not isinstance(r, Tensor):
-            raise TypeError(f"gradcheck: f returned a {type(r).__name__}, not a Tensor")
-    if not results:
-        raise TypeError("gradcheck: f returned no output, so there is nothing to check")
+    wrong = [type(r).__name__ for r in results if not isinstance(r, Tensor)]
+    if wrong or not results:
+        raise TypeError(f"gradcheck: f returned {wrong or 'no output'}, not Tensors")
     return results
 
 
@@ -143,121 +123,96 @@ def _pull_back(leaves, outputs, cotangents, *, create_graph=False):
         grad(y, leaves, c, create_graph=create_graph, retain_graph=True)
         for y, c in zip(outputs, cotangents, strict=True)
     ]
-    return [
-        functools.reduce(operator.add, of_one_input) for of_one_input in zip(*parts, strict=True)
-    ]
+    return [sum(others, start=first) for first, *others in zip(*parts, strict=True)]
 
 
 def _check_once(run, points, eps, rtol, atol, rng, name):
     """Compare gradients with differences at `points`; return the cotangents that were used."""
     leaves, outputs = run(*points)
-    again = run(*points)[1]
-    for k, (y, z) in enumerate(zip(outputs, again, strict=True)):
+    for k, (y, again) in enumerate(zip(outputs, run(*points)[1], strict=True)):
         if not np.all(np.isfinite(y.data)):
             raise GradcheckError(f"{name}: output {k} is not finite, so it has no differences")
-        if not np.array_equal(y.data, z.data):
+        if not np.array_equal(y.data, again.data):
             raise GradcheckError(f"{name}: output {k} changes from call to call (is f random?)")
     # Not normal deviates, which test inputs often are: a rule that confuses them must not pass.
     cotangents = [
         np.asarray(rng.choice([-1, 1], y.shape) * rng.uniform(0.5, 1.5, y.shape)) for y in outputs
     ]
     gradients = _pull_back(leaves, outputs, cotangents)
-    _check_layouts(leaves, outputs, cotangents, gradients, name)
+    _check_layouts(leaves, outputs, cotangents, name)
+    c, at_point = _joined(cotangents), _joined(outputs)
+    sizes, reach = np.abs(c * at_point), np.max(np.abs(at_point), initial=0.0)
 
     def moved(i, index, step):
-        arrays = [p.copy() if j == i else p for j, p in enumerate(points)]
+        arrays = [p.copy() for p in points]
         arrays[i][index] += step
-        return [y.data for y in run(*arrays)[1]], arrays[i][index] - points[i][index]
+        return _joined(run(*arrays)[1]), arrays[i][index] - points[i][index]
 
+    @np.errstate(all="ignore")
     def differences(i, index, step):
         """Return the central quotient, right minus left, and the size of their rounding."""
         (above, up), (below, down) = moved(i, index, step), moved(i, index, -step)
-        quotient = gap = moving = total = 0.0
-        for c, y, a, b in zip(cotangents, outputs, above, below, strict=True):
-            quotient += np.vdot(c, a - b) / (up - down)
-            gap += np.vdot(c, (a - y.data) / up - (b - y.data) / down)
-            moving += np.sum(np.abs(c * y.data), where=a != b)
-            total += np.sum(np.abs(c * y.data))
-        return quotient, gap, 64 * np.finfo(float).eps * (moving or total) / step
+        quotient = c @ (above - below) / (up - down)
+        gap = c @ ((above - at_point) / up - (below - at_point) / down)
+        moving = np.sum(sizes, where=above != below) or np.sum(sizes)
+        return quotient, gap, 64 * np.finfo(float).eps * moving / step
 
-    reach = max(np.max(np.abs(y.data), initial=0.0) for y in outputs)
-    for i, point in enumerate(points):
-        for index in np.ndindex(point.shape):
-            got, at = gradients[i][index], abs(point[index])
-            # Where x is small or f curved, a smaller step is needed; a kink stays at any step.
-            smaller = 2 + (math.ceil(-math.log(at, 16)) if 0 < at < 1 else 0)
-            steps = [eps * max(1.0, at) / 16**n for n in range(min(smaller, 12) + 1)]
-            gap, first_noise = 0.0, np.inf
-            for step in steps:
-                before = gap
-                with np.errstate(all="ignore"):
-                    quotient, gap, noise = differences(i, index, step)
-                scale = max(abs(quotient), min(1.0, reach))
-                smooth = abs(gap) <= 1e-4 * scale + noise or abs(gap) <= abs(before) / 4
-                first_noise = min(first_noise, noise)
-                noise = min(noise, max(first_noise, 1e-3 * abs(quotient)))
-                tolerance = atol * min(1.0, scale) + rtol * abs(quotient) + noise
-                agrees = abs(got - quotient) <= tolerance
-                if agrees and smooth:
-                    break
-            where = f"{name} of input {i} at index {index}"
+    for i, index in ((i, index) for i, p in enumerate(points) for index in np.ndindex(p.shape)):
+        got, at = gradients[i][index], abs(points[i][index])
+        # Where x is small or f curved, a smaller step is needed; a kink stays at any step.
+        smaller = 2 + (math.ceil(-math.log(at, 16)) if 0 < at < 1 else 0)
+        gap, first_noise = 0.0, np.inf
+        for step in (eps * max(1.0, at) / 16**n for n in range(min(smaller, 12) + 1)):
+            before = gap
+            quotient, gap, noise = differences(i, index, step)
+            scale = max(abs(quotient), min(1.0, reach))
+            smooth = abs(gap) <= 1e-4 * scale + noise or abs(gap) <= abs(before) / 4
+            first_noise = min(first_noise, noise)
+            noise = min(noise, max(first_noise, 1e-3 * abs(quotient)))
+            tolerance = atol * min(1.0, scale) + rtol * abs(quotient) + noise
+            if smooth and abs(got - quotient) <= tolerance < np.inf:
+                break
+        else:
+            wrong = f"the rule gives {got:.10g}, differences give {quotient:.10g}"
             if not np.isfinite(quotient):
-                raise GradcheckError(f"{where}: f is not finite a step of {step:.1e} away")
-            if not smooth:
-                raise GradcheckError(
-                    f"{where}: a kink. The differences to the left and to the right are "
-                    f"{before:.3g} apart, and still {gap:.3g} with a step 16 times smaller; "
-                    "check at another point"
-                )
-            if not agrees:
-                raise GradcheckError(
-                    f"{where}: the rule gives {got:.10g}, differences give {quotient:.10g}"
-                )
+                wrong = f"f is not finite a step of {step:.1e} away"
+            elif not smooth:
+                apart = f"{before:.3g} apart, and {gap:.3g} with a step 16 times smaller"
+                wrong = f"a kink: differences to the left and right are {apart}"
+            raise GradcheckError(f"{name} of input {i} at index {index}: {wrong}")
     return cotangents
 
 
-def _check_layouts(leaves, outputs, cotangents, gradients, name):
+def _joined(parts):
+    return np.concatenate([np.ravel(raw(part)) for part in parts])
+
+
+def _check_layouts(leaves, outputs, cotangents, name):
     """Feed the cotangents again in other memory layouts; the gradients must not notice."""
-    ones = [np.ones(c.shape) for c in cotangents]
-    cases = [(cotangents, gradients, layout) for layout in _LAYOUTS]
-    flat = [np.broadcast_to(np.ones(()), c.shape) for c in cotangents]
-    cases.append((flat, _pull_back(leaves, outputs, ones), "with stride 0"))
-    for given, expected, layout in cases:
-        laid_out = [_LAYOUTS[layout](c) if layout in _LAYOUTS else c for c in given]
-        got = _pull_back(leaves, outputs, laid_out)
+    for layout, laid_out in _LAYOUTS.items():
+        given = [laid_out(c) for c in cotangents]
+        got = _pull_back(leaves, outputs, given)
+        expected = _pull_back(leaves, outputs, [np.array(c, order="C") for c in given])
         for i, (a, b) in enumerate(zip(got, expected, strict=True)):
-            scale = np.max(np.abs(b), initial=1.0)
-            if not np.allclose(a, b, rtol=1e-9, atol=1e-12 * scale):
-                worst = np.unravel_index(np.argmax(np.abs(a - b)), a.shape)
+            if not np.allclose(a, b, rtol=1e-9, atol=1e-12 * np.max(np.abs(b), initial=1.0)):
+                at = tuple(map(int, np.unravel_index(np.argmax(np.abs(a - b)), a.shape)))
                 raise GradcheckError(
-                    f"{name} of input {i} at index {tuple(map(int, worst))}: the rule gives "
-                    f"{a[worst]:.10g} for a cotangent {layout}, {b[worst]:.10g} for a contiguous "
-                    "one of the same numbers: it ignores the layout"
+                    f"{name} of input {i} at index {at}: the rule gives {a[at]:.10g} for a "
+                    f"cotangent {layout}, {b[at]:.10g} for a contiguous one: it ignores the layout"
                 )
 
 
 def _sliced(c):
     big = np.full([2 * n + 1 for n in c.shape], np.nan)
-    key: tuple = (..., *(slice(1, None, 2) for _ in c.shape))
-    view = big[key]
-    view[...] = c
-    return view
-
-
-def _reversed(c):
-    key: tuple = (..., *(slice(None, None, -1) for _ in c.shape))
-    return np.array(c[key], order="C")[key]
-
-
-def _read_only(c):
-    c = c.copy()
-    c.flags.writeable = False
-    return c
+    key: tuple = (..., *[slice(1, None, 2)] * c.ndim)
+    big[key] = c
+    return big[key]
 
 
 _LAYOUTS = {
     "cut from a larger array": _sliced,
     "with its axes transposed": lambda c: np.array(c, order="F"),
-    "with reversed strides": _reversed,
-    "that is read-only": _read_only,
+    "with reversed strides": lambda c: np.flip(np.flip(c).copy()),
+    "that is read-only": lambda c: np.broadcast_to(c, c.shape),
+    "with stride 0": lambda c: np.broadcast_to(1.0, c.shape),
 }

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from . import ops
-from .engine import Tensor, as_dtype, tensor
+from .engine import Tensor, tensor
 from .pattern import Pattern, PatternMismatchError
 from .sparse import SparseParameter, SparseTensor, matmul
 
@@ -51,19 +51,11 @@ class Module:
         stack: list[tuple[str, object]] = [("", self)]
         while stack:
             name, thing = stack.pop()
-            if id(thing) in seen:
-                continue
-            seen.add(id(thing))
-            members: list = []
-            if isinstance(thing, (list, tuple)):
-                members = list(enumerate(thing))
-            elif isinstance(thing, (dict, Module)):
-                members = list(thing._members() if isinstance(thing, Module) else thing.items())
-            elif isinstance(thing, SparseTensor) and not isinstance(thing, SparseParameter):
-                members = [(key.strip("_"), member) for key, member in vars(thing).items()]
-            yield name, thing
-            prefix = f"{name}." if name else ""
-            stack.extend((f"{prefix}{n}", member) for n, member in reversed(members))
+            if id(_leaf(thing)) not in seen:
+                seen.add(id(_leaf(thing)))
+                yield name, thing
+                prefix = f"{name}." if name else ""
+                stack += [(f"{prefix}{key}", part) for key, part in _parts(thing)][::-1]
 
     def named_parameters(self):
         """Yield (dotted name, Tensor or SparseParameter), each parameter once.
@@ -73,16 +65,14 @@ class Module:
         ValueError
             If two have one name, as the keys 1 and "1" of a dict give.
         """
-        names, leaves = set(), set()
+        names = set()
         for name, thing in self._walk():
-            leaf = thing.free if isinstance(thing, SparseParameter) else thing
+            leaf = _leaf(thing)
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf._node is None:
                 if name in names:
                     raise ValueError(f"{type(self).__name__}: two parameters are called {name!r}")
-                if leaf not in leaves:
-                    names.add(name)
-                    leaves.add(leaf)
-                    yield name, thing
+                names.add(name)
+                yield name, thing
 
     def parameters(self) -> list:
         """Return the parameters, each once."""
@@ -110,10 +100,7 @@ class Module:
         A Tensor gives an array, a SparseParameter a dict of its pattern, its free weights and, if
         it has any, its constants.
         """
-        return {
-            name: _sparse_state(p) if isinstance(p, SparseParameter) else p.data.copy()
-            for name, p in self.named_parameters()
-        }
+        return {name: _state(p) for name, p in self.named_parameters()}
 
     def load_state_dict(self, state):
         """Copy the numbers of :meth:`state_dict` into this module's parameters.
@@ -127,41 +114,49 @@ class Module:
         own = dict(self.named_parameters())
         if set(own) != set(state):
             raise ValueError(f"load_state_dict: names differ: {sorted(set(own) ^ set(state))}")
-        writes = []
+        arrays = []
         for name, p in own.items():
-            target, given = p, state[name]
+            what, mine, given = f"load_state_dict: {name}", _state(p), state[name]
             if isinstance(p, SparseParameter):
-                mine = _sparse_state(p)
                 if not isinstance(given, dict) or set(given) != set(mine):
-                    raise ValueError(f"load_state_dict: {name} needs {sorted(mine)}")
+                    raise ValueError(f"{what} needs {sorted(mine)}")
                 if given["pattern"] != p.pattern:
-                    raise PatternMismatchError(
-                        f"load_state_dict: {name} has {p.pattern}, the state {given['pattern']}"
-                    )
-                if "constants" in mine and not _same_bits(given["constants"], mine["constants"]):
-                    raise ValueError(f"load_state_dict: {name} has other constants")
-                target, given = p.free, given["free"]
-            given = np.asarray(given)
-            if given.shape != target.shape or given.dtype.kind != "f":
-                raise ValueError(
-                    f"load_state_dict: {name} is {target.dtype} of shape {target.shape}, the state "
-                    f"{given.dtype} of shape {given.shape}"
-                )
-            writes.append((target, given))
-        for target, given in writes:
-            target.data = given
+                    raise PatternMismatchError(f"{what} has {p.pattern}, not {given['pattern']}")
+                for key in set(mine) - {"pattern", "free"}:
+                    if not np.array_equal(given[key], mine[key], equal_nan=True):
+                        raise ValueError(f"{what} has other {key}")
+                mine, given = mine["free"], given["free"]
+            array = np.asarray(given)
+            if array.shape != mine.shape or array.dtype.kind != "f":
+                raise ValueError(f"{what} has shape {mine.shape}, not {array.dtype} {array.shape}")
+            arrays.append(array)
+        for p, array in zip(own.values(), arrays, strict=True):
+            _leaf(p).data = array
 
 
-def _sparse_state(p):
+def _leaf(thing):
+    """Return the Tensor that a SparseParameter trains, and anything else as it is."""
+    return thing.free if isinstance(thing, SparseParameter) else thing
+
+
+def _parts(thing):
+    """Return the (name, part) pairs of a module, a container or a sparse tensor."""
+    if isinstance(thing, Module):
+        return thing._members()
+    if isinstance(thing, dict):
+        return thing.items()
+    if isinstance(thing, SparseTensor):  # a parameter's free weights have been met with it
+        return [(key.strip("_"), part) for key, part in vars(thing).items()]
+    return enumerate(thing) if isinstance(thing, (list, tuple)) else ()
+
+
+def _state(p):
+    if isinstance(p, Tensor):
+        return p.data.copy()
     state = {"pattern": p.pattern, "free": p.free.data.copy()}
     if p._base is not None:
         state["constants"] = p._base[p._index_map.index < 0]
     return state
-
-
-def _same_bits(a, b):
-    a = np.asarray(a)
-    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
 # ------------------------------------------------------------------------------------------ layers
@@ -182,8 +177,8 @@ def kaiming_uniform(weight, *, gain=2**0.5, rng=None):
     ----------
     He, Zhang, Ren and Sun, Delving deep into rectifiers, arXiv:1502.01852.
     """
-    leaf, scale = _fan_in_scale(weight, gain)
-    leaf.data = scale * math.sqrt(3) * np.random.default_rng(rng).uniform(-1, 1, leaf.shape)
+    draws = np.random.default_rng(rng).uniform(-1, 1, _leaf(weight).shape)
+    _leaf(weight).data = gain / np.sqrt(_fan_in(weight)) * math.sqrt(3) * draws
 
 
 def kaiming_normal(weight, *, gain=2**0.5, rng=None):
@@ -191,22 +186,37 @@ def kaiming_normal(weight, *, gain=2**0.5, rng=None):
 
     Parameters and reference as for :func:`kaiming_uniform`.
     """
-    leaf, scale = _fan_in_scale(weight, gain)
-    leaf.data = scale * np.random.default_rng(rng).normal(size=leaf.shape)
+    draws = np.random.default_rng(rng).normal(size=_leaf(weight).shape)
+    _leaf(weight).data = gain / np.sqrt(_fan_in(weight)) * draws
 
 
-def _fan_in_scale(weight, gain):
-    """Return the leaf to fill and ``gain / sqrt(fan_in)`` for each of its numbers."""
-    if not isinstance(weight, SparseParameter):
-        return weight, gain / math.sqrt(max(weight.shape[1], 1))
+def _fan_in(weight):
+    """Return the number of entries in the row of each number of the leaf, at least 1."""
+    if isinstance(weight, Tensor):
+        return max(weight.shape[1], 1)
     rows = weight.pattern.rows
     if weight._index_map is not None:
         indptr, order = weight._index_map.segments
         rows = rows[order[indptr[:-1]]]
-    return weight.free, gain / np.sqrt(np.maximum(weight.pattern.fan_in[rows], 1))
+    return weight.pattern.fan_in[rows]
 
 
-class Linear(Module):
+class _Affine(Module):
+    """``y = x Wᵀ + b``, whatever the weight is."""
+
+    def _start(self, weight, fan_in, bias, rng):
+        self.weight, self.bias = weight, None
+        if bias:
+            bound = 1 / np.sqrt(np.maximum(fan_in, 1))
+            start = rng.uniform(-bound, bound, weight.shape[0])
+            self.bias = tensor(start, requires_grad=True, dtype=weight.dtype)
+
+    def forward(self, x):
+        y = matmul(x, self.weight.T)
+        return y if self.bias is None else y + self.bias
+
+
+class Linear(_Affine):
     """``y = x Wᵀ + b`` with a dense weight.
 
     Parameters
@@ -225,22 +235,12 @@ class Linear(Module):
 
     def __init__(self, in_features, out_features, *, bias=True, dtype=np.float32, rng=None):
         rng = np.random.default_rng(rng)
-        zeros = np.zeros((out_features, in_features), as_dtype(dtype))
-        self.weight = tensor(zeros, requires_grad=True)
-        kaiming_uniform(self.weight, gain=math.sqrt(1 / 3), rng=rng)
-        self.bias = None
-        if bias:
-            bound = 1 / math.sqrt(max(in_features, 1))
-            self.bias = tensor(
-                rng.uniform(-bound, bound, out_features), requires_grad=True, dtype=dtype
-            )
-
-    def forward(self, x):
-        y = matmul(x, ops.transpose(self.weight))
-        return y if self.bias is None else y + self.bias
+        weight = tensor(np.zeros((out_features, in_features)), requires_grad=True, dtype=dtype)
+        kaiming_uniform(weight, gain=math.sqrt(1 / 3), rng=rng)
+        self._start(weight, in_features, bias, rng)
 
 
-class SparseLinear(Module):
+class SparseLinear(_Affine):
     """``y = x Wᵀ + b`` with a weight that exists only on a pattern.
 
     Parameters
@@ -297,40 +297,28 @@ class SparseLinear(Module):
         dtype=np.float32,
         rng=None,
     ):
-        given = [a is not None for a in (pattern, density, fan_in, weight)]
-        if sum(given) != 1:
+        if sum(a is not None for a in (pattern, density, fan_in, weight)) != 1:
             raise ValueError("SparseLinear: give one of pattern, density, fan_in, weight")
         rng, shape = np.random.default_rng(rng), (out_features, in_features)
-        if weight is not None:
-            if not isinstance(weight, SparseParameter):
-                raise TypeError(f"SparseLinear: weight is a {type(weight).__name__}")
-            pattern, dtype = weight.pattern, weight.dtype
-        elif pattern is None:
-            pattern = Pattern.random(shape, density=density, fan_in=fan_in, rng=rng)
-        if pattern.shape != shape:
-            raise ValueError(f"SparseLinear: a pattern of {pattern.shape} for {shape}")
         if weight is None:
-            weight = SparseParameter((pattern, np.zeros(pattern.nnz, as_dtype(dtype))))
+            if pattern is None:
+                pattern = Pattern.random(shape, density=density, fan_in=fan_in, rng=rng)
+            weight = SparseParameter((pattern, np.zeros(pattern.nnz)), dtype=dtype)
             kaiming_uniform(weight, gain=math.sqrt(1 / 3), rng=rng)
-        self.weight = weight
-        self.bias = None
-        if bias:
-            bound = 1 / np.sqrt(np.maximum(pattern.fan_in, 1))
-            self.bias = tensor(rng.uniform(-bound, bound), requires_grad=True, dtype=dtype)
+        elif not isinstance(weight, SparseParameter):
+            raise TypeError(f"SparseLinear: weight is a {type(weight).__name__}")
+        if weight.shape != shape:
+            raise ValueError(f"SparseLinear: a pattern of {weight.shape} for {shape}")
+        self._start(weight, weight.pattern.fan_in, bias, rng)
 
     @classmethod
     def from_linear(cls, linear, *, keep):
         """Keep the weights of largest magnitude of a :class:`Linear`: a count or a fraction."""
-        out_features, in_features = linear.weight.shape
         weight = SparseParameter.prune(linear.weight.data, keep=keep)
-        self = cls(in_features, out_features, weight=weight, bias=False)
+        self = cls(*weight.shape[::-1], weight=weight, bias=False)
         if linear.bias is not None:
             self.bias = tensor(linear.bias.data, requires_grad=True)
         return self
-
-    def forward(self, x):
-        y = matmul(x, self.weight.T)
-        return y if self.bias is None else y + self.bias
 
 
 class Sequential(Module):
@@ -348,8 +336,7 @@ class Sequential(Module):
         self.modules = list(modules)
 
     def _members(self):
-        others = [(name, value) for name, value in vars(self).items() if name != "modules"]
-        return [*enumerate(self.modules), *others]
+        return [*enumerate(self.modules), *vars(self).items()]
 
     def __getitem__(self, i):
         return self.modules[i]
@@ -366,33 +353,31 @@ class Sequential(Module):
 class ReLU(Module):
     """``max(x, 0)`` as a module."""
 
-    def forward(self, x):
-        return ops.relu(x)
+    forward = staticmethod(ops.relu)
 
 
 class Tanh(Module):
     """The hyperbolic tangent as a module."""
 
-    def forward(self, x):
-        return ops.tanh(x)
+    forward = staticmethod(ops.tanh)
 
 
 class Sigmoid(Module):
     """``1 / (1 + exp(-x))`` as a module."""
 
-    def forward(self, x):
-        return ops.sigmoid(x)
+    forward = staticmethod(ops.sigmoid)
 
 
 # ------------------------------------------------------------------------------------------ losses
 
 
+_REDUCTIONS = {"mean": ops.mean, "sum": ops.sum, "none": lambda losses: losses}
+
+
 def _reduced(losses, reduction):
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction={reduction!r} is none of 'mean', 'sum', 'none'")
-    if reduction == "none":
-        return losses
-    return ops.mean(losses) if reduction == "mean" else ops.sum(losses)
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r} is none of {list(_REDUCTIONS)}")
+    return _REDUCTIONS[reduction](losses)
 
 
 def mse_loss(prediction, target, *, reduction="mean"):
@@ -408,10 +393,9 @@ def mse_loss(prediction, target, *, reduction="mean"):
     ValueError
         If the shapes differ: they are not broadcast.
     """
-    if np.shape(prediction) != np.shape(target):
-        raise ValueError(
-            f"mse_loss: prediction of shape {np.shape(prediction)}, target {np.shape(target)}"
-        )
+    shape, other = np.shape(prediction), np.shape(target)
+    if shape != other:
+        raise ValueError(f"mse_loss: prediction of shape {shape}, target {other}")
     return _reduced(ops.square(ops.subtract(prediction, target)), reduction)
 
 
@@ -446,10 +430,9 @@ def cross_entropy(logits, labels, *, reduction="mean"):
         raise TypeError(f"cross_entropy: labels of dtype {labels.dtype}, it takes class numbers")
     if not shape or labels.shape != shape[:-1]:
         raise ValueError(f"cross_entropy: labels of shape {labels.shape} for logits {shape}")
-    if labels.size and not (labels.min() >= 0 and labels.max() < shape[-1]):
-        raise ValueError(
-            f"cross_entropy: labels from {labels.min()} to {labels.max()}, {shape[-1]} classes"
-        )
+    if labels.size and not 0 <= labels.min() <= labels.max() < shape[-1]:
+        given = f"labels from {labels.min()} to {labels.max()}"
+        raise ValueError(f"cross_entropy: {given} for {shape[-1]} classes")
     picked = ops.take_along_axis(ops.log_softmax(logits), labels[..., None].astype(np.intp))
     return _reduced(-ops.squeeze(picked, axis=-1), reduction)
 
@@ -469,13 +452,8 @@ def batches(x, y, batch_size, *, rng=None):
         If the lengths differ, or `batch_size` is not positive.
     """
     x, y = np.asarray(x), np.asarray(y)
-    if len(x) != len(y):
-        raise ValueError(f"batches: {len(x)} rows of x, {len(y)} of y")
-    if batch_size < 1:
-        raise ValueError(f"batches: batch_size={batch_size} is not positive")
+    if len(x) != len(y) or batch_size < 1:
+        raise ValueError(f"batches: {len(x)} rows of x, {len(y)} of y, batch_size={batch_size}")
     order = np.random.default_rng(rng).permutation(len(x))
-    return ((x[rows], y[rows]) for rows in _pieces(order, batch_size))
-
-
-def _pieces(order, size):
-    return (order[i : i + size] for i in range(0, len(order), size))
+    pieces = (order[i : i + batch_size] for i in range(0, len(x), batch_size))
+    return ((x[rows], y[rows]) for rows in pieces)

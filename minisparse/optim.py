@@ -32,30 +32,27 @@ class Optimizer:
     """
 
     def __init__(self, params, **defaults):
-        name = type(self).__name__
-        params = self._several(params)
-        groups = params if params and isinstance(params[0], dict) else [{"params": params}]
-        self.param_groups = []
-        self._options = set(defaults)
+        name, groups = type(self).__name__, self._several(params)
+        if not groups or not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        self._keys = {"params", *defaults}
         self._state: dict[Tensor, dict] = {}
-        seen = set()
+        self.param_groups = []
         for group in groups:
-            known = isinstance(group, dict) and "params" in group
-            if not known or set(group) - {"params", *defaults}:
+            if not isinstance(group, dict) or not {"params"} <= set(group) <= self._keys:
                 raise TypeError(f"{name}: a group is a dict of params and any of {list(defaults)}")
             leaves = [self._leaf(p) for p in self._several(group["params"])]
-            for leaf in leaves:
-                if leaf in seen:
-                    raise ValueError(f"{name}: a parameter of shape {leaf.shape} is given twice")
-                seen.add(leaf)
             self.param_groups.append({**defaults, **group, "params": leaves})
-        if not seen:
+        leaves = self._leaves()
+        if not leaves:
             raise ValueError(f"{name}: no parameters")
+        if len(set(leaves)) < len(leaves):
+            raise ValueError(f"{name}: a parameter is given twice")
         for group in self.param_groups:
             self._check(group)
 
     def _several(self, params):
-        if isinstance(params, (Tensor, dict)) or hasattr(params, "__tensor__"):
+        if isinstance(params, Tensor) or hasattr(params, "__tensor__"):
             raise TypeError(f"{type(self).__name__}: params is a list, got one {type(params)}")
         return list(params)
 
@@ -64,24 +61,29 @@ class Optimizer:
         if not isinstance(leaf, Tensor):
             raise TypeError(f"{type(self).__name__}: a parameter is a Tensor, got {type(p)}")
         if leaf._node is not None or not leaf.requires_grad:
-            raise ValueError(
-                f"{type(self).__name__}: a Tensor of shape {leaf.shape} is no leaf that requires "
-                "grad, so no gradient would ever reach it"
-            )
+            what = f"a Tensor of shape {leaf.shape} is no leaf that requires grad"
+            raise ValueError(f"{type(self).__name__}: {what}, so no gradient ever reaches it")
         return leaf
 
+    def _leaves(self):
+        return [p for group in self.param_groups for p in group["params"]]
+
     def _check(self, group):
-        wrong = set(group) ^ {"params", *self._options}
-        if wrong:
+        if wrong := self._keys ^ set(group):
             raise ValueError(f"{type(self).__name__}: unknown or missing options {sorted(wrong)}")
-        for key in ("lr", "weight_decay"):
-            if not (math.isfinite(group[key]) and group[key] >= 0):
+        for key in ("lr", "momentum", "eps", "weight_decay"):
+            if not 0 <= group.get(key, 0) < math.inf:
                 raise ValueError(f"{type(self).__name__}: {key}={group[key]} must be 0 or more")
 
     def _new_state(self, p):
         raise NotImplementedError
 
-    def _update(self, p, g, state, group):
+    def _state_of(self, p):
+        if p not in self._state:
+            self._state[p] = self._new_state(p._array)
+        return self._state[p]
+
+    def _update(self, p, group):
         raise NotImplementedError
 
     def step(self):
@@ -92,41 +94,20 @@ class Optimizer:
             for p in group["params"]:
                 if p.grad is not None:
                     p._version[0] += 1
-                    state = self._state_of(p, group)
-                    self._update(p._array, kernels.contiguous(p.grad), state, group)
-
-    def _state_of(self, p, group):
-        if p not in self._state:
-            self._state[p] = self._new_state(p._array)
-        return self._state[p]
+                    self._update(p, group)
 
     def zero_grad(self):
         """Set the gradient of every parameter to None."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad = None
-
-    def _numbered(self):
-        leaves = [p for group in self.param_groups for p in group["params"]]
-        return {str(i): p for i, p in enumerate(leaves)}
+        for p in self._leaves():
+            p.grad = None
 
     def state_dict(self) -> dict:
         """Return a copy of the options and the state, as nested dicts of arrays and numbers."""
+        states = [self._state.get(p, {}) for p in self._leaves()]
         return {
             "kind": type(self).__name__,
-            "groups": {
-                str(i): {
-                    k: np.array(v) if isinstance(v, tuple) else v
-                    for k, v in group.items()
-                    if k != "params"
-                }
-                for i, group in enumerate(self.param_groups)
-            },
-            "state": {
-                i: {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in state.items()}
-                for i, p in self._numbered().items()
-                if (state := self._state.get(p))
-            },
+            "groups": {i: _copied(group) for i, group in _numbered(self.param_groups).items()},
+            "state": {i: _copied(state) for i, state in _numbered(states).items() if state},
         }
 
     def load_state_dict(self, state):
@@ -137,44 +118,42 @@ class Optimizer:
         ValueError
             If it belongs to another optimizer or to other parameters.  Nothing has changed then.
         """
-        name, leaves = type(self).__name__, self._numbered()
+        name, own = type(self).__name__, _numbered(self.param_groups)
         if not isinstance(state, dict) or state.get("kind") != name:
             raise ValueError(f"{name}: this is not the state of such an optimizer")
-        if set(state["groups"]) != {str(i) for i in range(len(self.param_groups))}:
-            raise ValueError(f"{name}: the state has {len(state['groups'])} groups")
-        groups = []
-        for i, group in enumerate(self.param_groups):
-            loaded = {**group, **state["groups"][str(i)], "params": group["params"]}
-            if set(loaded) != set(group):
-                raise ValueError(
-                    f"{name}: the state has options {sorted(set(loaded) ^ set(group))}"
-                )
-            self._check(loaded)
-            groups.append(loaded)
-        new = {}
-        for i, entries in state["state"].items():
-            if i not in leaves:
-                raise ValueError(f"{name}: the state has a parameter {i}, there are {len(leaves)}")
-            p = leaves[i]
-            fresh = self._new_state(p._array)
-            if set(fresh) != set(entries):
-                raise ValueError(f"{name}: parameter {i} has state {sorted(entries)}")
-            for key, value in entries.items():
-                value, like = np.array(value), fresh[key]
-                kind, shape = np.asarray(like).dtype.kind, np.shape(like)
-                if value.shape != shape or value.dtype.kind != kind:
-                    raise ValueError(
-                        f"{name}: {key} of parameter {i} is {value.dtype} of shape {value.shape}, "
-                        f"needs shape {shape}"
-                    )
-                if isinstance(like, np.ndarray):
-                    fresh[key] = value.astype(like.dtype)
-                elif value < 0:
-                    raise ValueError(f"{name}: {key} of parameter {i} is {value}")
-                else:
-                    fresh[key] = value.item()
-            new[p] = fresh
-        self.param_groups, self._state = groups, new
+        if set(state["groups"]) != set(own):
+            raise ValueError(f"{name}: the state has {len(state['groups'])} groups, not {len(own)}")
+        groups = [{**old, **state["groups"][i], "params": old["params"]} for i, old in own.items()]
+        for group in groups:
+            self._check(group)
+        leaves, loaded = _numbered(self._leaves()), {}
+        for i, given in state["state"].items():
+            fresh = self._new_state(leaves[i]._array) if i in leaves else None
+            if fresh is None or set(fresh) != set(given):
+                raise ValueError(f"{name}: there is no parameter {i} with state {sorted(given)}")
+            for key, start in fresh.items():
+                value, like = np.asarray(given[key]), np.asarray(start)
+                if value.shape != like.shape or value.dtype.kind != like.dtype.kind:
+                    wrong = f"{value.dtype} of shape {value.shape}, not {like.dtype} {like.shape}"
+                    raise ValueError(f"{name}: {key} of parameter {i} is {wrong}")
+                fresh[key] = value.item() if key == "step" else value.astype(like.dtype)
+            if fresh.get("step", 0) < 0:
+                raise ValueError(f"{name}: step of parameter {i} is {fresh['step']}")
+            loaded[leaves[i]] = fresh
+        self.param_groups, self._state = groups, loaded
+
+
+def _numbered(things):
+    return {str(i): thing for i, thing in enumerate(things)}
+
+
+def _copied(entries):
+    """Copy numbers, and arrays and tuples as arrays."""
+    return {
+        key: np.array(value) if isinstance(value, (tuple, np.ndarray)) else value
+        for key, value in entries.items()
+        if key != "params"
+    }
 
 
 class SGD(Optimizer):
@@ -214,26 +193,16 @@ class SGD(Optimizer):
 
     def _check(self, group):
         super()._check(group)
-        if not 0 <= group["momentum"] < math.inf:
-            raise ValueError(f"SGD: momentum={group['momentum']} must be 0 or more")
         if group["nesterov"] and not group["momentum"]:
             raise ValueError("SGD: nesterov needs a momentum")
 
     def _new_state(self, p):
-        return {"started": False, "buffer": np.zeros_like(p)}
+        return {"buffer": np.zeros_like(p)}
 
-    def _state_of(self, p, group):
-        return super()._state_of(p, group) if group["momentum"] else None
-
-    def _update(self, p, g, state, group):
-        lr, decay = group["lr"], group["weight_decay"]
-        if state is None:
-            kernels.sgd(p, g, None, lr, 0.0, False, decay)
-        else:
-            first = not state["started"]
-            state["started"] = True
-            momentum, nesterov = group["momentum"], group["nesterov"]
-            kernels.sgd(p, g, state["buffer"], lr, momentum, nesterov, decay, first=first)
+    def _update(self, p, group):
+        lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
+        buffer = self._state_of(p)["buffer"] if momentum else None
+        kernels.sgd(p._array, p.grad, buffer, lr, momentum, group["nesterov"], decay)
 
 
 class Adam(Optimizer):
@@ -272,22 +241,19 @@ class Adam(Optimizer):
 
     def _check(self, group):
         super()._check(group)
-        if np.shape(group["betas"]) != (2,) or not all(0 <= b < 1 for b in group["betas"]):
-            raise ValueError(
-                f"{type(self).__name__}: betas={group['betas']} must be two numbers in [0, 1)"
-            )
-        if not 0 <= group["eps"] < math.inf:
-            raise ValueError(f"{type(self).__name__}: eps={group['eps']} must be 0 or more")
+        betas = group["betas"]
+        if np.shape(betas) != (2,) or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"{type(self).__name__}: betas={betas} must be two numbers in [0, 1)")
 
     def _new_state(self, p):
         return {"step": 0, "mean": np.zeros_like(p), "mean_square": np.zeros_like(p)}
 
-    def _update(self, p, g, state, group):
+    def _update(self, p, group):
+        state = self._state_of(p)
         state["step"] += 1
-        (beta1, beta2), lr, eps = group["betas"], group["lr"], group["eps"]
-        moments, decay = (state["mean"], state["mean_square"]), group["weight_decay"]
-        step, decoupled = state["step"], self._decoupled
-        kernels.adam(p, g, *moments, step, lr, beta1, beta2, eps, decay, decoupled)
+        lr, betas, eps, decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
+        step, mean, square = state["step"], state["mean"], state["mean_square"]
+        kernels.adam(p._array, p.grad, mean, square, step, lr, *betas, eps, decay, self._decoupled)
 
 
 class AdamW(Adam):

@@ -12,10 +12,7 @@ choose a tolerance.
 This module needs ``hypothesis``; nothing else in the package imports it.
 """
 
-from __future__ import annotations
-
 import functools
-import inspect
 
 import numpy as np
 import scipy.sparse as sp
@@ -38,15 +35,15 @@ FORMATS = ("csr", "csc", "coo", "bsr", "lil", "dok", "dia")
 # ------------------------------------------------------------------------------------- arguments
 
 
-def _is_shape(value):
-    return isinstance(value, tuple) and all(isinstance(n, int) and n >= 0 for n in value)
+def _is_shape(v):
+    return isinstance(v, tuple) and all(isinstance(n, int | np.integer) and n >= 0 for n in v)
 
 
 _DTYPES = np.dtype(np.float32), np.dtype(np.float64)
 _SIDE = st.integers(0, 6)
 _SIZES, _SIDES = st.lists(_SIDE, max_size=3).map(tuple), st.tuples(_SIDE, _SIDE)
-# What each argument needs, in words; whether a value is that; what None stands for.
 _FLAG = "True or False", lambda v: isinstance(v, bool), st.booleans()
+# What each argument needs, in words; whether a value is that; what None stands for.
 _NEEDS = {
     "sizes": ("a tuple of integers of 0 or more", _is_shape, _SIZES),
     "shape": ("a pair of integers of 0 or more", lambda v: _is_shape(v) and len(v) == 2, _SIDES),
@@ -69,24 +66,21 @@ def _argument(function, name, value):
             raise InvalidArgument(f"{function}: {name}={value!r}, needs {needs}")
         return value
 
-    if value is None:
-        return default
     if isinstance(value, st.SearchStrategy) and not holds(value):
         return value.map(checked)
-    return st.just(checked(value))
+    return default if value is None else st.just(checked(value))
 
 
 def _strategy(function):
     """Turn a function of `draw` and of values into one of values or strategies of such."""
-    composite = st.composite(function)
+    composite, name = st.composite(function), function.__name__
 
     @functools.wraps(composite)
-    def public(*args, **kwargs):
-        call = inspect.signature(composite).bind(*args, **kwargs)
-        call.apply_defaults()
-        given, name = call.arguments, function.__name__
+    def public(**given):
+        composite(**given)  # Python refuses names that are missing or too many
+        given = function.__kwdefaults__ | given
         drawn = {key: _argument(name, key, value) for key, value in given.items()}
-        if "pattern" in given:
+        if "pattern" in given:  # the function sees no shape
             shape = drawn.pop("shape")
             if given["pattern"] is None:
                 drawn["pattern"] = patterns(shape=shape)
@@ -143,23 +137,19 @@ def arrays(draw, *, shape=None, dtype=np.float64, exact=False, layout=None, elem
     >>> find(arrays(shape=(2, 2), layout="Fortran", exact=True), lambda x: x.sum() > 0).strides
     (8, 16)
     """
-    own = shape
     if layout == "stride 0":
         own = tuple(draw(st.sampled_from([min(n, 1), n])) for n in shape)
-    array = draw(_plain(own, dtype, exact, elements))
-    if layout == "stride 0":
-        return np.broadcast_to(array, shape)
+        return np.broadcast_to(draw(_plain(own, dtype, exact, elements)), shape)
+    array = view = draw(_plain(shape, dtype, exact, elements))
     if layout == "Fortran":
-        return array.copy("F")  # np.asfortranarray would make one axis of none
-    if layout == "reversed":
-        return np.asarray(np.flip(array))  # which makes a scalar of no axes
-    if layout == "sliced":  # NaN around it: who reads past a stride finds out
+        view = array.copy("F")  # np.asfortranarray would make one axis of none
+    elif layout == "sliced":  # NaN around it: who reads past a stride finds out
         around = np.full([2 * n + 1 for n in shape], np.nan, dtype)
-        view = around[(..., *[slice(1, None, 2)] * len(shape))]
+        view = around[(slice(1, None, 2),) * len(shape) + (...,)]
+    elif layout == "reversed":
+        view = array.copy()[(slice(None, None, -1),) * len(shape) + (...,)]
     elif layout == "unaligned":
         view = np.ndarray(shape, dtype, bytearray(array.nbytes + 1), offset=1)
-    else:
-        view = array
     view[...] = array
     view.flags.writeable = layout != "read-only"
     return view
@@ -422,8 +412,8 @@ def scipy_csr(draw, *, shape=None, dtype=np.float64, exact=False, format="csr", 
     pattern = draw(patterns(shape=shape))
     order = list(range(pattern.nnz))
     if order and not canonical:
-        again = draw(st.lists(st.sampled_from(order), max_size=4))
-        order = draw(st.permutations(order + again))
+        order += draw(st.lists(st.sampled_from(range(pattern.nnz)), max_size=4))
+        order = draw(st.permutations(order))
     data = draw(_plain(len(order), dtype, exact))
     kind, width = draw(st.sampled_from([(k, w) for k in ("array", "matrix") for w in "il"]))
     rows, cols = (c[order].astype(width) for c in (pattern.rows, pattern.indices))
@@ -433,9 +423,8 @@ def scipy_csr(draw, *, shape=None, dtype=np.float64, exact=False, format="csr", 
         return A.asformat(format)
     # Built by hand, since conversions would sort and merge.
     major, minor = (rows, cols) if format == "csr" else (cols, rows)
-    order = np.argsort(major, kind="stable")
-    sides = np.arange(pattern.shape[format == "csc"] + 1)
-    indptr = np.searchsorted(major[order], sides).astype(width)
-    A = getattr(sp, f"{format}_{kind}")((data[order], minor[order], indptr), shape=pattern.shape)
-    A.indices, A.indptr = minor[order], indptr  # it would narrow them
+    by, ends = np.argsort(major, kind="stable"), range(pattern.shape[format == "csc"] + 1)
+    indptr = np.searchsorted(major[by], ends).astype(width)
+    A = getattr(sp, f"{format}_{kind}")((data[by], minor[by], indptr), shape=pattern.shape)
+    A.indices, A.indptr = minor[by], indptr  # it would narrow them
     return A
