@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import operator
 import weakref
 from functools import cached_property
@@ -68,30 +67,24 @@ class Pattern:
     nnz: int
     indptr: np.ndarray
     indices: np.ndarray
-    _origin: weakref.ref | None
+    # Of a transpose, a weak reference to what it is the transpose of.
+    _origin = staticmethod(lambda: None)
 
     def __init__(self, shape, indptr, indices):
-        shape = _as_shape(shape)
-        indptr, indices = _as_integers(indptr, "indptr"), _as_integers(indices, "indices")
-        _check_structure(shape, indptr, indices)
-        if not _rises(indptr, indices):
-            raise ValueError(
-                "Pattern: columns must increase strictly within a row (no duplicates); "
-                "Pattern.from_scipy sorts and merges"
-            )
-        self._set(shape, indptr, indices)
-
-    def _set(self, shape, indptr, indices, origin=None):
-        dtype = _index_dtype(*shape, len(indices))
-        indptr, indices = (_frozen(a, dtype) for a in (indptr, indices))
-        self.__dict__.update(
-            shape=shape, nnz=len(indices), indptr=indptr, indices=indices, _origin=origin
-        )
+        shape = n_rows, n_cols = _as_shape(shape)
+        indptr, indices = _as_indices(indptr, "indptr"), _as_indices(indices, "columns")
+        _check_structure(n_rows, n_cols, indptr, indices)
+        falls = np.flatnonzero(indices[1:] <= indices[:-1]) + 1
+        if np.any(indptr[np.searchsorted(indptr, falls)] != falls):
+            raise ValueError("Pattern: columns of a row must increase; from_scipy sorts and merges")
+        vars(self).update(vars(Pattern._trusted(shape, indptr, indices)))
 
     @classmethod
-    def _trusted(cls, shape, indptr, indices, origin=None):
+    def _trusted(cls, shape, indptr, indices):
         self = cls.__new__(cls)
-        self._set(shape, indptr, indices, origin)
+        dtype = _index_dtype(*shape, len(indices))
+        indptr, indices = _frozen(indptr, dtype), _frozen(indices, dtype)
+        vars(self).update(shape=shape, nnz=len(indices), indptr=indptr, indices=indices)
         return self
 
     def __setattr__(self, name, value):
@@ -109,9 +102,7 @@ class Pattern:
         """Return the pattern of the True entries of a 2-D boolean array."""
         mask = np.asarray(mask)
         if mask.dtype != bool or mask.ndim != 2:
-            raise TypeError(
-                f"from_mask: needs a 2-D boolean array, got {mask.ndim}-D of dtype {mask.dtype}"
-            )
+            raise TypeError(f"from_mask: needs a 2-D boolean array, got {mask.ndim}-D {mask.dtype}")
         return _from_flat(np.flatnonzero(mask), mask.shape)
 
     @classmethod
@@ -123,7 +114,6 @@ class Pattern:
         ValueError
             If an index lies outside `shape`, or the lengths differ.
         """
-        shape = _as_shape(shape)
         return _from_flat(_sorted_once(_flat(rows, cols, shape)), shape)
 
     @classmethod
@@ -134,10 +124,14 @@ class Pattern:
     @classmethod
     def banded(cls, shape, lower, upper):
         """Return the band with `lower` diagonals below and `upper` above the main one."""
-        shape = _as_shape(shape)
-        rows = np.arange(shape[0])
-        starts, ends = rows - operator.index(lower), rows + operator.index(upper) + 1
-        return _from_ranges(shape, np.clip(starts, 0, shape[1]), np.clip(ends, 0, shape[1]))
+        shape = n_rows, n_cols = _as_shape(shape)
+        rows = np.arange(n_rows)
+        starts = np.clip(rows - operator.index(lower), 0, n_cols)
+        ends = np.clip(rows + operator.index(upper) + 1, 0, n_cols)
+        counts = np.maximum(ends - starts, 0)
+        indptr = np.append(0, np.cumsum(counts))
+        columns = np.arange(indptr[-1]) - np.repeat(indptr[:-1] - starts, counts)
+        return cls._trusted(shape, indptr, columns)
 
     @classmethod
     def tril(cls, n):
@@ -147,8 +141,7 @@ class Pattern:
     @classmethod
     def dense(cls, shape):
         """Return the pattern in which every entry exists."""
-        shape = _as_shape(shape)
-        return _from_ranges(shape, np.zeros(shape[0], int), np.full(shape[0], shape[1]))
+        return cls.banded(shape, *_as_shape(shape))
 
     @classmethod
     def random(cls, shape, *, density=None, fan_in=None, rng=None):
@@ -177,28 +170,26 @@ class Pattern:
         shape = n_rows, n_cols = _as_shape(shape)
         if (density is None) == (fan_in is None):
             raise ValueError("Pattern.random: give either density or fan_in")
-        rng = np.random.default_rng(rng)
-        if fan_in is not None:
-            fan_in = operator.index(fan_in)
-            if not 0 <= fan_in <= n_cols:
-                raise ValueError(f"Pattern.random: fan_in={fan_in} of {n_cols} columns")
-            return _from_flat(_distinct(n_rows, n_cols, fan_in, rng), shape)
-        if not 0 <= density <= 1:
-            raise ValueError(f"Pattern.random: density={density} is not between 0 and 1")
-        size = n_rows * n_cols
-        return _from_flat(_distinct(1, size, round(density * size), rng), shape)
+        name, given, most = (
+            ("density", density, 1) if fan_in is None else ("fan_in", fan_in, n_cols)
+        )
+        if not 0 <= given <= most:
+            raise ValueError(f"Pattern.random: {name}={given} is not between 0 and {most}")
+        if fan_in is None:  # the whole matrix as one row
+            n_rows, n_cols, fan_in = 1, n_rows * n_cols, round(density * n_rows * n_cols)
+        cells = _distinct(n_rows, n_cols, operator.index(fan_in), np.random.default_rng(rng))
+        return _from_flat(cells, shape)
 
     @classmethod
     def block_diagonal(cls, patterns):
         """Return the pattern with `patterns` along the diagonal, nothing elsewhere."""
-        patterns = list(patterns)
-        shapes = np.array([p.shape for p in patterns], dtype=np.int64).reshape(-1, 2)
-        entries = np.cumsum([0] + [p.nnz for p in patterns])
-        columns = np.cumsum([0, *shapes[:, 1]])
-        parts = list(zip(patterns, entries[:-1], columns[:-1], strict=True))
-        indptr = [[0]] + [p.indptr[1:] + e for p, e, _ in parts]
-        indices = [np.zeros(0, int)] + [p.indices + c for p, _, c in parts]
-        shape = tuple(int(n) for n in shapes.sum(axis=0))
+        indptr, indices = [np.zeros(1, np.int64)], [np.zeros(0, np.int64)]
+        n_rows, n_cols, nnz = np.zeros(3, np.int64)
+        for p in patterns:
+            indptr.append(p.indptr[1:] + nnz)
+            indices.append(p.indices + n_cols)
+            n_rows, n_cols, nnz = n_rows + p.shape[0], n_cols + p.shape[1], nnz + p.nnz
+        shape = _as_shape((n_rows, n_cols))
         return cls._trusted(shape, np.concatenate(indptr), np.concatenate(indices))
 
     @classmethod
@@ -212,17 +203,14 @@ class Pattern:
             Rows and columns of the window; it is cut off at the border.  Pixel (r, c) is number
             ``r * width + c``.
         """
-        sizes = (kernel, kernel) if np.ndim(kernel) == 0 else kernel
-        height, width, k_rows, k_cols = map(operator.index, (height, width, *sizes))
-        if min(height, width, k_rows, k_cols) < 0:
-            raise ValueError("Pattern.local: sizes must not be negative")
-        r = np.arange(height)[:, None] + np.arange(k_rows) - k_rows // 2
-        c = np.arange(width)[:, None] + np.arange(k_cols) - k_cols // 2
-        columns = r[:, None, :, None] * width + c[None, :, None, :]
-        inside = ((r >= 0) & (r < height))[:, None, :, None] & ((c >= 0) & (c < width))[:, None, :]
-        counts = np.count_nonzero(inside, axis=(2, 3)).ravel()
-        n = height * width
-        return cls._trusted((n, n), np.append(0, np.cumsum(counts)), columns[inside])
+        kernel = np.broadcast_to(kernel, 2)
+        if kernel.min() < 0:
+            raise ValueError(f"Pattern.local: a window of {kernel} must not be negative")
+        rows, columns = (
+            cls.banded((n, n), k // 2, k - 1 - k // 2).to_scipy().astype(bool)
+            for n, k in zip((height, width), kernel, strict=True)
+        )
+        return cls.from_scipy(sp.kron(rows, columns, format="csr"))
 
     # ----------------------------------------------------------------------- what is derived
 
@@ -257,25 +245,17 @@ class Pattern:
     @property
     def T(self):
         """The transposed pattern; ``P.T.T is P``."""
-        return self._source() or self._transposed
-
-    def _source(self):
-        """Return the pattern this one is the transpose of, if somebody still holds that."""
-        return None if self._origin is None else self._origin()
+        return self._origin() or self._transposed
 
     @cached_property
     def _transposed(self):
-        indptr, indices, _ = self.by_column
-        return Pattern._trusted(self.shape[::-1], indptr, indices, weakref.ref(self))
+        other = Pattern._trusted(self.shape[::-1], *self.by_column[:2])
+        vars(other)["_origin"] = weakref.ref(self)
+        return other
 
     @cached_property
     def by_column(self):
         """The entries in column order: (indptr, row of each, its number in row order)."""
-        origin = self._source()
-        if origin is not None:
-            perm = np.empty_like(self.indices)
-            perm[origin.by_column[2]] = np.arange(self.nnz, dtype=perm.dtype)
-            return origin.indptr, origin.indices, _frozen(perm)
         numbers = np.arange(self.nnz, dtype=self.indices.dtype)
         A = sp.csr_array((numbers, self.indices, self.indptr), shape=self.shape).tocsc()
         return tuple(_frozen(a, numbers.dtype) for a in (A.indptr, A.indices, A.data))
@@ -302,24 +282,21 @@ class Pattern:
         Costs O(nnz log nnz) and is not kept.
         """
         if other.shape != self.shape:
-            raise ValueError(f"patterns of shapes {self.shape} and {other.shape}")
-        if other is self:
-            return np.arange(self.nnz)
+            raise ValueError(f"find: patterns of shapes {self.shape} and {other.shape}")
         here, there = (_flat(p.rows, p.indices, p.shape) for p in (self, other))
-        if not self.nnz:
-            return np.full(other.nnz, -1)
-        at = np.minimum(np.searchsorted(here, there), self.nnz - 1)
+        here = np.append(here, -1)  # stands after all of them, and equals none
+        at = np.searchsorted(here[:-1], there)
         return np.where(here[at] == there, at, -1)
 
     # ----------------------------------------------------------------------------- as other things
 
     def to_scipy(self, values=None):
         """Return a new ``scipy.sparse.csr_array`` with `values`, or ones."""
-        values = np.ones(self.nnz) if values is None else np.array(values)
+        values = np.broadcast_to(1.0, self.nnz) if values is None else np.asarray(values)
         if values.shape != (self.nnz,):
             raise ValueError(f"to_scipy: values of shape {values.shape}, needs ({self.nnz},)")
-        arrays = (values, self.indices.copy(), self.indptr.copy())
-        return sp.csr_array(arrays, shape=self.shape)
+        arrays = (values, self.indices, self.indptr)
+        return sp.csr_array(arrays, shape=self.shape, copy=True)
 
     def to_mask(self):
         """Return a dense boolean array of the pattern's shape, True at its entries."""
@@ -332,38 +309,29 @@ class Pattern:
 
         Large patterns are drawn as the density of entries in at most 400 × 400 cells.
         """
-        if ax is None:
-            import matplotlib.pyplot as plt
+        import matplotlib.pyplot as plt
 
-            ax = plt.gca()
+        ax = plt.gca() if ax is None else ax
         n_rows, n_cols = self.shape
-        bins = max(min(n_rows, 400), 1), max(min(n_cols, 400), 1)
-        r = self.rows.astype(np.int64) * bins[0] // max(n_rows, 1)
-        c = self.indices.astype(np.int64) * bins[1] // max(n_cols, 1)
-        counts = np.bincount(r * bins[1] + c, minlength=bins[0] * bins[1]).reshape(bins)
+        bins = [max(min(n, 400), 1) for n in self.shape]
+        counts = np.histogram2d(self.rows, self.indices, bins, ((0, n_rows), (0, n_cols)))[0]
         extent = (-0.5, n_cols - 0.5, n_rows - 0.5, -0.5)
         ax.imshow(counts, cmap="Greys", extent=extent, aspect="auto", interpolation="nearest")
-        ax.set_title(f"{n_rows} × {n_cols}, {self.nnz} stored ({self.density:.3g})")
+        ax.set_title(repr(self))
         return ax
 
     def __eq__(self, other):
         if not isinstance(other, Pattern):
             return NotImplemented
-        return self is other or (
-            self.shape == other.shape
-            and self.nnz == other.nnz
-            and np.array_equal(self.indptr, other.indptr)
-            and np.array_equal(self.indices, other.indices)
-        )
+        return self is other or self.digest == other.digest
 
     def __hash__(self):
         return hash(self.digest)
 
-    def __copy__(self):
+    def __deepcopy__(self, memo=None):
         return self
 
-    def __deepcopy__(self, memo):
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce__(self):
         return Pattern, (self.shape, self.indptr, self.indices)
@@ -394,10 +362,9 @@ class IndexMap:
     def segments(self):
         """For each source number, where it went: (indptr, positions), in increasing order."""
         order = np.argsort(self.index, kind="stable")
-        absent = np.searchsorted(self.index[order], 0)
-        counts = np.bincount(self.index[order[absent:]], minlength=self.n_source)
-        indptr = np.append(0, np.cumsum(counts))
-        return _frozen(indptr, self.index.dtype), _frozen(order[absent:], self.index.dtype)
+        indptr = np.searchsorted(self.index[order], np.arange(self.n_source + 1))
+        order = order[indptr[0] :]  # the absent ones come first
+        return _frozen(indptr - indptr[0], self.index.dtype), _frozen(order, self.index.dtype)
 
 
 # ------------------------------------------------------------------------- checking and building
@@ -418,29 +385,22 @@ def canonical(A):
         raise TypeError(f"needs a SciPy sparse matrix or array, got {type(A).__name__}")
     if A.ndim != 2:
         raise ValueError(f"needs a sparse matrix of two dimensions, got {A.ndim}")
-    # SciPy's conversions trust what the user may have changed since, and its own checks mend it.
+    # SciPy trusts what the user may have changed since: make the matrix, and check it, again.
     if A.format == "coo":
-        rows, columns = A.coords
-        _flat(rows, columns, A.shape)
+        A = type(A)((A.data, A.coords), shape=A.shape)
     elif A.format in ("csr", "csc", "bsr"):
-        rows, columns = A.blocksize if A.format == "bsr" else (1, 1)
-        blocks = A.shape[0] // rows, A.shape[1] // columns
-        end = A.indptr[-1] if len(A.indptr) else 0
-        swapped = A.format == "csc"
-        _check_structure(blocks[::-1] if swapped else blocks, A.indptr, A.indices[:end])
-        if len(A.data) < end:
-            raise ValueError(f"Pattern: {len(A.data)} values for {end} entries")
+        A = type(A)((A.data, A.indices, A.indptr), shape=A.shape)
+        blocks, rest = np.divmod(A.shape, A.blocksize if A.format == "bsr" else 1)
+        if rest.any():
+            raise ValueError(f"Pattern: a shape of {A.shape} in blocks of {A.blocksize}")
+        n_rows, n_cols = blocks[::-1] if A.format == "csc" else blocks
+        _check_structure(n_rows, n_cols, A.indptr, A.indices)
     B = A.tocsr()
-    indptr, indices, data = B.indptr, B.indices[: B.indptr[-1]], B.data[: B.indptr[-1]]
-    data = as_floats(data, what=f"a sparse matrix of dtype {B.dtype}")
-    as_given = A.format == "csr" and _rises(indptr, indices)
-    if not _rises(indptr, indices):
-        # A new object: SciPy's flags on the caller's may be stale, and his arrays stay his.
-        C = sp.csr_array((data, indices.copy(), indptr.copy()), shape=B.shape)
-        C.sum_duplicates()
-        indptr, indices, data = C.indptr, C.indices, C.data
-    shape = (int(B.shape[0]), int(B.shape[1]))
-    return Pattern._trusted(shape, indptr.copy(), indices.copy()), data, as_given
+    data = as_floats(B.data, what=f"a sparse matrix of dtype {B.dtype}")
+    B = sp.csr_array((data, B.indices.copy(), B.indptr.copy()), shape=B.shape)
+    as_given = A.format == "csr" and B.has_canonical_format
+    B.sum_duplicates()
+    return Pattern._trusted(B.shape, B.indptr, B.indices), B.data, as_given
 
 
 def _as_shape(shape):
@@ -453,44 +413,30 @@ def _as_shape(shape):
     return n_rows, n_cols
 
 
-def _as_integers(array, name):
+def _as_indices(array, name):
     array = np.array(array)  # a copy: it is going to be frozen
     if array.ndim != 1:
         raise ValueError(f"Pattern: {name} must be a vector, got {array.ndim} dimensions")
-    if array.dtype.kind not in "iu":
-        if array.size:
-            raise TypeError(f"Pattern: {name} must hold integers, got dtype {array.dtype}")
-        array = array.astype(np.int64)
-    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"Pattern: {name} holds {array.max()}, too large for an index")
-    return array.astype(np.int64, copy=False) if array.dtype.kind == "u" else array
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"Pattern: {name} must hold integers, got dtype {array.dtype}")
+    return array if array.size else array.astype(np.int64)
 
 
-def _check_structure(shape, indptr, indices):
+def _check_inside(name, index, n):
     """Refuse what a kernel could read out of bounds with."""
-    n_rows, n_cols = shape
-    if indptr.dtype.kind not in "iu" or indices.dtype.kind not in "iu":
-        raise TypeError(f"Pattern: structure of dtypes {indptr.dtype} and {indices.dtype}")
-    if len(indptr) != n_rows + 1:
-        raise ValueError(f"Pattern: indptr has {len(indptr)} entries, {n_rows} rows need one more")
-    if indptr[0] != 0:
-        raise ValueError(f"Pattern: indptr starts at {indptr[0]}, not at 0")
-    if np.any(indptr[1:] < indptr[:-1]):
-        raise ValueError("Pattern: indptr decreases")
-    if indptr[-1] != len(indices):
-        raise ValueError(f"Pattern: indptr ends at {indptr[-1]}, there are {len(indices)} entries")
-    if len(indices) and not (indices.min() >= 0 and indices.max() < n_cols):
+    if len(index) and not (index.min() >= 0 and index.max() < n):
+        raise ValueError(f"Pattern: {name} from {index.min()} to {index.max()}, there are {n}")
+
+
+def _check_structure(n_rows, n_cols, indptr, indices):
+    n = len(indices)
+    ends = (len(indptr), *indptr[:1], *indptr[-1:])
+    if ends != (n_rows + 1, 0, n) or np.any(indptr[1:] < indptr[:-1]):
         raise ValueError(
-            f"Pattern: columns from {indices.min()} to {indices.max()}, there are {n_cols}"
+            f"Pattern: indptr must be {n_rows + 1} numbers that rise from 0 to {n}, the number of "
+            f"entries, got {len(indptr)} from {indptr[:1]} to {indptr[-1:]}"
         )
-
-
-def _rises(indptr, indices):
-    """Tell whether columns increase strictly within every row."""
-    rises = indices[1:] > indices[:-1]
-    starts = indptr[1:-1]
-    rises[starts[(starts > 0) & (starts < len(indices))] - 1] = True
-    return bool(rises.all())
+    _check_inside("columns", indices, n_cols)
 
 
 def _index_dtype(*sizes):
@@ -505,32 +451,19 @@ def _frozen(array, dtype=None):
 
 def _flat(rows, cols, shape):
     """Number the cells of a matrix row by row, after checking them."""
-    rows, cols = (_as_integers(a, name) for a, name in ((rows, "rows"), (cols, "cols")))
+    shape, rows, cols = _as_shape(shape), _as_indices(rows, "rows"), _as_indices(cols, "columns")
     if len(rows) != len(cols):
         raise ValueError(f"{len(rows)} rows and {len(cols)} columns: as many of each are needed")
-    for name, array, n in (("row", rows, shape[0]), ("column", cols, shape[1])):
-        if len(array) and not (array.min() >= 0 and array.max() < n):
-            raise ValueError(
-                f"{name} indices from {array.min()} to {array.max()}, the shape is {tuple(shape)}"
-            )
-    if math.prod(shape) > np.iinfo(np.int64).max:
-        raise ValueError(f"a shape of {shape} has too many cells to number")
-    return rows.astype(np.int64, copy=False) * shape[1] + cols
+    _check_inside("rows", rows, shape[0])
+    _check_inside("columns", cols, shape[1])
+    return np.ravel_multi_index((rows, cols), shape)
 
 
 def _from_flat(flat, shape):
     """Build a pattern from sorted, distinct cell numbers."""
-    indptr = np.searchsorted(flat, np.arange(shape[0] + 1, dtype=np.int64) * shape[1])
-    columns = flat % max(shape[1], 1)
-    return Pattern._trusted(tuple(shape), indptr, columns)
-
-
-def _from_ranges(shape, starts, ends):
-    """Build a pattern whose row i holds the columns ``range(starts[i], ends[i])``."""
-    counts = np.maximum(ends - starts, 0)
-    indptr = np.append(0, np.cumsum(counts))
-    columns = np.arange(indptr[-1]) - np.repeat(indptr[:-1] - starts, counts)
-    return Pattern._trusted(shape, indptr, columns)
+    shape = n_rows, n_cols = _as_shape(shape)
+    indptr = np.searchsorted(flat, np.arange(n_rows + 1, dtype=np.int64) * n_cols)
+    return Pattern._trusted(shape, indptr, flat % max(n_cols, 1))
 
 
 def _sorted_once(cells):
@@ -541,20 +474,16 @@ def _sorted_once(cells):
 
 def _distinct(n_rows, n_cols, n, rng):
     """Draw n distinct columns in each row; return sorted cell numbers."""
-    bases = np.arange(n_rows, dtype=np.int64)[:, None] * n_cols
-    if 16 * n > n_cols:  # the n smallest of as many numbers as there are columns
-        some = max(1, (1 << 20) // max(n_cols, 1))
-        parts = [
-            np.sort(np.argsort(rng.random((len(part), n_cols)), axis=1)[:, :n] + part, axis=1)
-            for part in (bases[i : i + some] for i in range(0, n_rows, some))
-        ]
-        return np.concatenate([np.zeros(0, np.int64), *(part.ravel() for part in parts)])
+    if 2 * n > n_cols:  # draw those to leave out
+        chosen = np.ones(n_rows * n_cols, dtype=bool)
+        chosen[_distinct(n_rows, n_cols, n_cols - n, rng)] = False
+        return np.flatnonzero(chosen)
     cells, missing = np.zeros(0, np.int64), np.full(n_rows, n)
-    while missing.any():  # few are drawn twice, and drawn again
-        new = np.repeat(bases[:, 0], missing)
+    while missing.any():  # some are drawn twice, and drawn again
+        new = np.repeat(np.arange(n_rows, dtype=np.int64) * n_cols, missing)
         new = _sorted_once(new + rng.integers(n_cols, size=len(new)))
         at = np.searchsorted(cells, new)
-        known = np.append(cells, -1)[at] == new
-        cells = np.insert(cells, at[~known], new[~known])
-        missing -= np.bincount(new[~known] // n_cols, minlength=n_rows)
+        fresh = np.append(cells, -1)[at] != new
+        cells = np.insert(cells, at[fresh], new[fresh])
+        missing -= np.bincount(new[fresh] // n_cols, minlength=n_rows)
     return cells

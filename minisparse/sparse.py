@@ -17,13 +17,15 @@ primitive          value                                    its gradients are
 from __future__ import annotations
 
 import copy
+import math
 import operator
+from operator import attrgetter
 
 import numpy as np
 import scipy.sparse as sp
 
 from . import kernels, ops
-from .engine import Tensor, is_grad_enabled, primitive, raw, tensor
+from .engine import Tensor, as_floats, as_operand, is_grad_enabled, primitive, raw, tensor
 from .pattern import IndexMap, Pattern, PatternMismatchError, _flat, _from_flat, canonical
 
 # ----------------------------------------------------------------------------------- primitives
@@ -51,13 +53,10 @@ def spmm(values, x, *, pattern, transpose=False):
     -----
     Time O(nnz·k); no memory beyond the result, of shape (n_rows, k) (or (n_cols, k)).
     """
-    if x.ndim not in (1, 2) or x.shape[0] != pattern.shape[not transpose]:
-        form = f"the transpose of {pattern.shape}" if transpose else str(pattern.shape)
-        rows = f"{x.shape[0]} rows" if x.ndim in (1, 2) else f"shape {x.shape}"
-        raise ValueError(
-            f"spmm: x has {rows}, the pattern {form} needs {pattern.shape[not transpose]}"
-        )
-    _check_values("spmm", values, pattern)
+    shape = pattern.shape[::-1] if transpose else pattern.shape
+    if x.ndim not in (1, 2) or x.shape[0] != shape[1]:
+        raise ValueError(f"spmm: x of shape {x.shape}, the pattern {shape} needs {shape[1]} rows")
+    _check_shape("spmm: values", values, pattern.nnz)
     if values.dtype != x.dtype:
         raise TypeError(f"spmm: values of dtype {values.dtype}, x of dtype {x.dtype}")
     return kernels.spmm(pattern.plan_T if transpose else pattern.plan, values, x)
@@ -65,25 +64,22 @@ def spmm(values, x, *, pattern, transpose=False):
 
 @spmm.vjp(values=1, x=0)
 def _(g, need, values, x, pattern, transpose):
-    dvalues = dx = None
-    if need[0]:
-        dvalues = sampled_product(*((x, g) if transpose else (g, x)), pattern=pattern)
-    if need[1]:
-        dx = spmm(values, g, pattern=pattern, transpose=not transpose)
-    return dvalues, dx
+    u, v = (x, g) if transpose else (g, x)
+    return (
+        sampled_product(u, v, pattern=pattern) if need[0] else None,
+        spmm(values, g, pattern=pattern, transpose=not transpose) if need[1] else None,
+    )
 
 
 @primitive
 def sampled_product(u, v, *, pattern):
     """Return ``u_i · v_j`` for each entry (i, j) of `pattern`: sddmm's values, (nnz,)."""
-    for name, a, n in (("U", u, pattern.shape[0]), ("V", v, pattern.shape[1])):
-        if a.ndim != u.ndim or a.ndim not in (1, 2) or a.shape[0] != n:
-            raise ValueError(
-                f"sddmm: {name} has shape {a.shape}, the pattern {pattern.shape} needs {n} rows, "
-                "U and V both of one or both of two dimensions"
-            )
-    if u.shape[1:] != v.shape[1:]:
-        raise ValueError(f"sddmm: U has {u.shape[1]} columns, V has {v.shape[1]}")
+    rows = (*u.shape[:1], *v.shape[:1])
+    if u.ndim not in (1, 2) or rows != pattern.shape or u.shape[1:] != v.shape[1:]:
+        raise ValueError(
+            f"sddmm: U of shape {u.shape} and V of shape {v.shape}, the pattern {pattern.shape} "
+            "needs U of shape (n_rows, k) or (n_rows,), and V like it with n_cols"
+        )
     if u.dtype != v.dtype:
         raise TypeError(f"sddmm: U of dtype {u.dtype}, V of dtype {v.dtype}")
     return kernels.sddmm(pattern.plan, u, v)
@@ -107,8 +103,7 @@ def gather(x, *, index_map, base=None):
     index_map : IndexMap
     base : ndarray of the shape of the result, optional
     """
-    if x.shape != (index_map.n_source,):
-        raise ValueError(f"gather: x of shape {x.shape}, needs ({index_map.n_source},)")
+    _check_shape("gather: x", x, index_map.n_source)
     if base is not None and base.dtype != x.dtype:
         raise TypeError(f"gather: x of dtype {x.dtype}, base of dtype {base.dtype}")
     return kernels.gather(x, index_map.index, base)
@@ -120,8 +115,7 @@ gather.vjp(lambda g, need, index_map: segment_sum(g, index_map=index_map))
 @primitive
 def segment_sum(x, *, index_map):
     """Return the sum of `x` over the places that each source number went to; adjoint of gather."""
-    if x.shape != index_map.index.shape:
-        raise ValueError(f"segment_sum: x of shape {x.shape}, needs {index_map.index.shape}")
+    _check_shape("segment_sum: x", x, *index_map.index.shape)
     return kernels.segment_sum(x, *index_map.segments)
 
 
@@ -131,8 +125,7 @@ segment_sum.vjp(lambda g, need, index_map: gather(g, index_map=index_map))
 @primitive
 def sample(x, *, pattern):
     """Return the entries of the dense matrix `x` at `pattern`, shape (nnz,)."""
-    if x.shape != pattern.shape:
-        raise ValueError(f"from_dense: a matrix of shape {x.shape}, the pattern is {pattern.shape}")
+    _check_shape("from_dense: the matrix", x, *pattern.shape)
     return x[pattern.rows, pattern.indices]
 
 
@@ -142,7 +135,7 @@ sample.vjp(lambda g, need, pattern: spread(g, pattern=pattern))
 @primitive
 def spread(values, *, pattern):
     """Return the dense matrix with `values` at `pattern` and zeros elsewhere."""
-    _check_values("to_dense", values, pattern)
+    _check_shape("to_dense: values", values, pattern.nnz)
     out = np.zeros_like(values, shape=pattern.shape)
     out[pattern.rows, pattern.indices] = values
     return out
@@ -151,11 +144,9 @@ def spread(values, *, pattern):
 spread.vjp(lambda g, need, pattern: sample(g, pattern=pattern))
 
 
-def _check_values(name, values, pattern):
-    if values.shape != (pattern.nnz,):
-        raise ValueError(
-            f"{name}: values of shape {values.shape}, the pattern stores {pattern.nnz} entries"
-        )
+def _check_shape(name, x, *shape):
+    if x.shape != shape:
+        raise ValueError(f"{name} of shape {x.shape}, needs {shape}")
 
 
 # -------------------------------------------------------------------------------- sparse tensors
@@ -202,7 +193,7 @@ class SparseTensor:
         if not isinstance(pattern, Pattern):
             raise TypeError(f"SparseTensor: pattern is a {type(pattern).__name__}, not a Pattern")
         values = values if isinstance(values, Tensor) else tensor(values)
-        _check_values("SparseTensor", values, pattern)
+        _check_shape("SparseTensor: values", values, pattern.nnz)
         self._pattern, self._values = pattern, values
 
     @classmethod
@@ -221,42 +212,23 @@ class SparseTensor:
             If an index lies outside `shape`, or the lengths differ.
         """
         values = values if isinstance(values, Tensor) else tensor(values)
-        flat = _flat(rows, cols, shape)
-        if values.shape != flat.shape:
-            raise ValueError(f"from_coords: {len(flat)} places for values of shape {values.shape}")
-        cells, cell_of = np.unique(flat, return_inverse=True)
+        cells, cell_of = np.unique(_flat(rows, cols, shape), return_inverse=True)
+        _check_shape("from_coords: values", values, len(cell_of))
         index_map = IndexMap(cell_of, len(cells))
         return SparseTensor(_from_flat(cells, shape), segment_sum(values, index_map=index_map))
 
     @classmethod
     def from_dense(cls, D, pattern):
         """Take the entries of a dense matrix at `pattern`, differentiably."""
-        D = D if isinstance(D, Tensor) else tensor(D)
         return SparseTensor(pattern, sample(D, pattern=pattern))
 
-    @property
-    def pattern(self):
-        return self._pattern
-
-    @property
-    def values(self):
-        return self._values
-
-    @property
-    def shape(self):
-        return self.pattern.shape
-
-    @property
-    def nnz(self):
-        return self.pattern.nnz
-
-    @property
-    def ndim(self):
-        return 2
-
-    @property
-    def dtype(self):
-        return self.values.dtype
+    ndim = 2
+    pattern = property(attrgetter("_pattern"))
+    values = property(attrgetter("_values"))
+    shape = property(attrgetter("pattern.shape"))
+    nnz = property(attrgetter("pattern.nnz"))
+    dtype = property(attrgetter("values.dtype"))
+    T = property(lambda self: _Transposed(self))
 
     @property
     def grad(self):
@@ -265,10 +237,6 @@ class SparseTensor:
     @grad.setter
     def grad(self, value):
         self.__tensor__().grad = value
-
-    @property
-    def T(self):
-        return _Transposed(self)
 
     def __tensor__(self):
         """Return the Tensor that stands for this matrix where gradients are asked for."""
@@ -295,10 +263,8 @@ class SparseTensor:
         return spread(self.values, pattern=self.pattern)
 
     def __repr__(self):
-        return (
-            f"{type(self).__name__.lstrip('_')}(shape={self.shape}, nnz={self.nnz}, "
-            f"dtype={self.dtype})"
-        )
+        name = type(self).__name__.lstrip("_")
+        return f"{name}(shape={self.shape}, nnz={self.nnz}, dtype={self.dtype})"
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
         if ufunc in (np.matmul, np.multiply) and method == "__call__" and not kwargs:
@@ -307,38 +273,34 @@ class SparseTensor:
 
     def __array_function__(self, function, types, args, kwargs):
         raise TypeError(
-            f"numpy.{function.__name__} is not there for a {type(self).__name__.lstrip('_')}: work "
-            "on its .values (as in S.with_values(ms.exp(S.values))), or on .to_dense()"
+            f"numpy.{function.__name__} does not take a sparse tensor: work on its .values (as in "
+            "S.with_values(ms.exp(S.values))), .values.numpy(), .to_dense() or .to_scipy(), or use "
+            "ms.matmul(A, S) and ms.multiply(A, S) with SciPy matrices, ms.stack to join Tensors"
         )
+
+    def __array__(self, dtype=None, copy=None):
+        self.__array_function__(np.asarray, (), (), {})
 
     def __copy__(self):
         return copy.deepcopy(self)  # copies are independent, as those of a Tensor are
 
-    def __array__(self, dtype=None, copy=None):
-        raise TypeError(
-            f"a {type(self).__name__.lstrip('_')} does not become a dense array by itself: use "
-            ".to_dense() or .to_scipy(), ms.matmul(A, S) for products with SciPy matrices, "
-            ".values.numpy() for the numbers, ms.stack to join Tensors"
-        )
-
-    def _combined(self, other, function, name):
+    def _combined(self, other, function):
         if not isinstance(other, SparseTensor):
             return NotImplemented
         if other.pattern != self.pattern:
             raise PatternMismatchError(
-                f"{name}: patterns of {self.shape} with {self.nnz} and {other.shape} with "
-                f"{other.nnz} entries differ; entry by entry it takes equal patterns"
+                f"{function.__name__} needs equal patterns: {self.pattern}, {other.pattern} differ"
             )
         return self.with_values(function(self.values, other.values))
 
     def __add__(self, other):
-        return self._combined(other, ops.add, "add")
+        return self._combined(other, ops.add)
 
     def __sub__(self, other):
-        return self._combined(other, ops.subtract, "subtract")
+        return self._combined(other, ops.subtract)
 
     def __truediv__(self, other):
-        if isinstance(other, SparseTensor) or sp.issparse(other) or raw(other).ndim:
+        if _is_sparse(other) or raw(other).ndim:
             return NotImplemented
         return self.with_values(self.values / other)
 
@@ -352,27 +314,13 @@ class _Transposed(SparseTensor):
     def __init__(self, base):
         self._base = base
 
-    @property
-    def pattern(self):
-        return self._base.pattern.T
-
-    @property
-    def values(self):
-        return gather(self._base.values, index_map=self._base.pattern.map_T)
-
-    @property
-    def dtype(self):
-        return self._base.dtype
-
-    @property
-    def T(self):
-        return self._base
+    T = property(attrgetter("_base"))
+    pattern = property(attrgetter("_base.pattern.T"))
+    values = property(lambda self: gather(self._base.values, index_map=self._base.pattern.map_T))
+    dtype = property(attrgetter("_base.dtype"))
 
     def __tensor__(self):
-        raise TypeError(
-            "a transposed view computes with the values of what it views: ask for the gradient of "
-            "that (of S, not of S.T)"
-        )
+        raise TypeError("a transposed view has no gradient: ask for that of S, not of S.T")
 
     def _operand(self):
         values, pattern, transpose = self._base._operand()
@@ -383,6 +331,7 @@ class _Transposed(SparseTensor):
 
 
 _DENSE = (Tensor, np.ndarray, float, int)  # asked first, since these are what most products meet
+_RECORDED = (Tensor, SparseTensor)
 
 
 def _is_sparse(x):
@@ -391,9 +340,8 @@ def _is_sparse(x):
 
 def _as_sparse(A, other):
     """Return a sparse operand as a SparseTensor; a SciPy matrix takes the dtype of `other`."""
-    if isinstance(A, SparseTensor):
-        return A
-    return SparseTensor.from_scipy(A, dtype=getattr(other, "dtype", None))
+    dtype = getattr(other, "dtype", None)
+    return A if isinstance(A, SparseTensor) else SparseTensor.from_scipy(A, dtype=dtype)
 
 
 def matmul(x, y):
@@ -432,19 +380,25 @@ def matmul(x, y):
     >>> ms.matmul(sp.csr_array([[0.0, 3.0]]), x)
     tensor([6.], op=spmm)
     """
-    if _is_sparse(x):
-        if _is_sparse(y):
-            if sp.issparse(x) and sp.issparse(y):
-                return x @ y
-            raise TypeError("matmul: the product of two sparse matrices is not there")
-        if sp.issparse(x) and not isinstance(y, Tensor):
-            return x @ np.asarray(y)
+    left, right = _is_sparse(x), _is_sparse(y)
+    if not (left or right):
+        return ops.matmul(x, y)
+    if not (isinstance(x, _RECORDED) or isinstance(y, _RECORDED)):
+        return x @ y
+    if left and right:
+        raise TypeError("matmul: the product of two sparse matrices is not there")
+    if left:
         return _sparse_dense(_as_sparse(x, y), y)
-    if _is_sparse(y):
-        if sp.issparse(y) and not isinstance(x, Tensor):
-            return np.asarray(x) @ y
-        return _dense_sparse(x, _as_sparse(y, x))
-    return ops.matmul(x, y)
+    return _swapped(_sparse_dense(_as_sparse(y, x).T, _swapped(x)))  # X S = (Sᵀ Xᵀ)ᵀ
+
+
+def _swapped(x):
+    """Transpose the matrix, or each matrix of a stack; a vector is what it was."""
+    x = x if isinstance(x, Tensor) else np.asarray(x)
+    n = x.ndim
+    if n < 3:
+        return x if n < 2 else ops.transpose(x)
+    return ops.transpose(x, axes=(*range(n - 2), n - 1, n - 2))
 
 
 def _sparse_dense(S, x):
@@ -453,27 +407,14 @@ def _sparse_dense(S, x):
     x = x if isinstance(x, Tensor) else np.asarray(x)
     if x.ndim < 3:
         return spmm(values, x, pattern=pattern, transpose=transpose)
-    n = x.ndim
     *lead, rows, k = x.shape
+    n = x.ndim
     front = ops.transpose(x, axes=(n - 2, *range(n - 2), n - 1))
     # Not -1: with nothing in the stack, its size could not be told.
-    flat = ops.reshape(front, shape=(rows, int(np.prod(lead)) * k))
+    flat = ops.reshape(front, shape=(rows, math.prod(lead) * k))
     y = spmm(values, flat, pattern=pattern, transpose=transpose)
     y = ops.reshape(y, shape=(y.shape[0], *lead, k))
     return ops.transpose(y, axes=(*range(1, n - 1), 0, n - 1))
-
-
-def _dense_sparse(x, S):
-    """Return ``X S``, computed as ``(Sᵀ Xᵀ)ᵀ``."""
-    values, pattern, transpose = S._operand()
-    x = x if isinstance(x, Tensor) else np.asarray(x)
-    if x.ndim < 2:
-        return spmm(values, x, pattern=pattern, transpose=not transpose)
-    *lead, columns = x.shape
-    if len(lead) > 1:
-        x = ops.reshape(x, shape=(int(np.prod(lead)), columns))
-    y = ops.transpose(spmm(values, ops.transpose(x), pattern=pattern, transpose=not transpose))
-    return ops.reshape(y, shape=(*lead, y.shape[1])) if len(lead) > 1 else y
 
 
 def multiply(x, y):
@@ -501,22 +442,18 @@ def multiply(x, y):
     Time and memory O(nnz), also for the gradients of a factor that is broadcast along an axis.
     """
     if not _is_sparse(x):
-        if not _is_sparse(y):
-            return ops.multiply(x, y)
         x, y = y, x
-    if _is_sparse(y):
-        if sp.issparse(x) and sp.issparse(y):
-            return x.multiply(y)
-        x, y = _as_sparse(x, y), _as_sparse(y, x)
-        return x._combined(y, ops.multiply, "multiply")
-    if sp.issparse(x) and not isinstance(y, Tensor):
-        return x.multiply(np.asarray(y))
-    return _scaled(_as_sparse(x, y), y)
+    if not _is_sparse(x):
+        return ops.multiply(y, x)
+    if not (isinstance(x, _RECORDED) or isinstance(y, _RECORDED)):
+        return x.multiply(y)
+    S = _as_sparse(x, y)
+    return S._combined(_as_sparse(y, S), ops.multiply) if _is_sparse(y) else _scaled(S, y)
 
 
 def _scaled(S, d):
     """Return S times a dense factor that broadcasts to its shape, on S's pattern."""
-    d = d if isinstance(d, Tensor) else np.asarray(d)
+    d = d if isinstance(d, Tensor) else as_operand(d, S.dtype, "multiply")
     if d.ndim == 0:
         return S.with_values(S.values * d)
     if np.broadcast_shapes(d.shape, S.shape) != S.shape:
@@ -526,10 +463,9 @@ def _scaled(S, d):
     if (d_rows, d_cols) == S.shape:
         factor = sample(ops.reshape(d, shape=S.shape), pattern=S.pattern)
     else:  # one number a row or a column (or one in all): an outer product, read at the entries
-        ones = np.ones_like(raw(d), shape=max(n_rows, n_cols), dtype=S.dtype)
-        flat = ops.ravel(d) if isinstance(d, Tensor) else d.ravel().astype(S.dtype)
+        ones, flat = np.ones_like(raw(d), shape=max(S.shape)), ops.ravel(d)
         u = ops.broadcast_to(flat, shape=(n_rows,)) if d_cols == 1 else ones[:n_rows]
-        v = flat if d_cols != 1 else ones[:n_cols]
+        v = ones[:n_cols] if d_cols == 1 else flat
         factor = sampled_product(u, v, pattern=S.pattern)
     return S.with_values(S.values * factor)
 
@@ -544,9 +480,7 @@ def _sparse_operator(name, function):
 def _times(x, y):
     """Return ``x * y``, elementwise but for SciPy's matrices, which mean the product by it."""
     if isinstance(x, sp.spmatrix) or isinstance(y, sp.spmatrix):
-        raise TypeError(
-            "* means two things with a SciPy matrix: ms.matmul(A, t), ms.multiply(A, t)"
-        )
+        raise TypeError("* of a SciPy matrix is unclear: use ms.matmul(A, t) or ms.multiply(A, t)")
     return multiply(x, y)
 
 
@@ -584,7 +518,6 @@ def sddmm(U, V, pattern):
     """
     if not isinstance(pattern, Pattern):
         raise TypeError(f"sddmm: pattern is a {type(pattern).__name__}, not a Pattern")
-    U, V = (a if isinstance(a, Tensor) else np.asarray(a) for a in (U, V))
     if not (isinstance(U, Tensor) or isinstance(V, Tensor)):
         U, V = tensor(U), tensor(V)
     return SparseTensor(pattern, sampled_product(U, V, pattern=pattern))
@@ -650,46 +583,34 @@ class SparseParameter(SparseTensor):
 
     def __init__(self, A, *, trainable=None, share=None, dtype=None):
         ordered = True
+        if isinstance(A, tuple):
+            A = SparseTensor(*A)
         if isinstance(A, SparseTensor):
             pattern, values = A.pattern, A.values.data
-        elif isinstance(A, tuple):
-            pattern, values = A
-            values = values.data if isinstance(values, Tensor) else values
-            if not isinstance(pattern, Pattern):
-                raise TypeError("SparseParameter: a tuple must be (Pattern, values)")
         else:
             pattern, values, ordered = canonical(A)
-        values = tensor(values, dtype=dtype)._array
-        _check_values("SparseParameter", values, pattern)
-
-        index = np.arange(pattern.nnz)
+        values = as_floats(values, dtype)
+        trained = np.arange(pattern.nnz)
         if trainable is not None:
-            index[~_at_entries(trainable, pattern, ordered, "trainable", "b")] = -1
-        trained = np.flatnonzero(index >= 0)
-        first = trained
+            trained = np.flatnonzero(_at_entries(trainable, np.bool_, pattern, ordered))
+        first, index = trained, np.full(pattern.nnz, -1)
+        index[trained] = np.arange(len(trained))
         if share is not None:
-            labels = _at_entries(share, pattern, ordered, "share", "iu")[trained]
+            labels = _at_entries(share, np.integer, pattern, ordered)[trained]
             _, first, weight = np.unique(labels, return_index=True, return_inverse=True)
-            rank = np.empty_like(first)
-            rank[np.argsort(first)] = np.arange(len(first))
-            index[trained], first = rank[weight], trained[np.sort(first)]
-            expected, given = values[first][index[trained]], values[trained]
-            wrong = np.flatnonzero((expected != given) & ~(np.isnan(expected) & np.isnan(given)))
+            order = np.argsort(first)
+            first, index[trained] = trained[first[order]], np.argsort(order)[weight]
+            start, given = values[first][index[trained]], values[trained]
+            wrong = np.flatnonzero((start != given) & ~(np.isnan(start) & np.isnan(given)))
             if len(wrong):
                 w = wrong[0]
                 raise ValueError(
                     f"SparseParameter: label {labels[w]} is one weight, but its entries start from "
-                    f"{expected[w]} and {given[w]}"
+                    f"{start[w]} and {given[w]}"
                 )
-        else:
-            index[trained] = np.arange(len(trained))
-        own = len(first) == pattern.nnz
-        self._setup(
-            pattern,
-            tensor(values[first], requires_grad=True),
-            None if own else IndexMap(index, len(first)),
-            None if len(trained) == pattern.nnz else values,
-        )
+        index_map = IndexMap(index, len(first)) if len(first) < pattern.nnz else None
+        base = values if len(trained) < pattern.nnz else None
+        self._setup(pattern, Tensor(values[first], True), index_map, base)
 
     def _setup(self, pattern, free, index_map, base):
         self._pattern, self._free, self._index_map, self._base = pattern, free, index_map, base
@@ -698,11 +619,7 @@ class SparseParameter(SparseTensor):
     @classmethod
     def from_dense(cls, D, mask):
         """Make a parameter of the entries of a dense matrix where a boolean `mask` is True."""
-        D = tensor(D)
-        if D.shape != np.shape(mask):
-            raise ValueError(f"from_dense: D of shape {D.shape}, mask of {np.shape(mask)}")
-        pattern = Pattern.from_mask(mask)
-        return cls((pattern, sample(D.data, pattern=pattern)))
+        return cls(SparseTensor.from_dense(D, Pattern.from_mask(mask)))
 
     def prune(self, *, keep):
         """Return a new parameter with only the entries of largest magnitude.
@@ -726,26 +643,25 @@ class SparseParameter(SparseTensor):
                 raise ValueError(f"prune: needs a matrix, got shape {D.shape}")
             pattern = Pattern.dense(D.shape)
             return SparseParameter((pattern, D.data.ravel())).prune(keep=keep)
-        magnitude = np.abs(self.values.data)
-        kept = np.sort(np.argsort(-magnitude, kind="stable")[: _how_many(keep, self.nnz)])
+        fraction = isinstance(keep, (float, np.floating))
+        most = 1 if fraction else self.nnz
+        if not 0 <= keep <= most:
+            raise ValueError(f"prune: keep={keep} is not between 0 and {most}")
+        n = round(float(keep) * self.nnz) if fraction else operator.index(keep)
+        kept = np.sort(np.argsort(-np.abs(self.values.data), kind="stable")[:n])
         p = self.pattern
-        pattern = _from_flat(_flat(p.rows[kept], p.indices[kept], p.shape), p.shape)
+        pattern = Pattern.from_coords(p.rows[kept], p.indices[kept], p.shape)
         index = np.arange(self.nnz) if self._index_map is None else self._index_map.index
         parts = (pattern, self.values.data[kept])
         return SparseParameter(parts, trainable=index[kept] >= 0, share=index[kept])
 
-    @property
-    def free(self):
-        return self._free
-
-    @free.setter
-    def free(self, value):  # W.free -= ... under no_grad ends in an assignment of the same Tensor
-        if value is not self._free:
+    def _keep_free(self, value):
+        if value is not self._free:  # W.free -= ... under no_grad assigns the same Tensor again
             raise AttributeError("free cannot be replaced: write W.free.data = ... to change it")
 
-    @property
-    def n_free(self):
-        return self.free.size
+    free = property(attrgetter("_free"), _keep_free)
+    n_free = property(attrgetter("free.size"))
+    dtype = property(attrgetter("free.dtype"))
 
     @property
     def values(self):
@@ -758,16 +674,11 @@ class SparseParameter(SparseTensor):
             self._cache = state, values
         return self._cache[1]
 
-    @property
-    def dtype(self):
-        return self.free.dtype
-
     def __tensor__(self):
         return self.free
 
     def __reduce__(self):
-        parts = self._pattern, self.free, self._index_map, self._base
-        return _rebuild_parameter, parts
+        return _rebuild_parameter, (self.pattern, self.free, self._index_map, self._base)
 
 
 def _rebuild_parameter(*parts):
@@ -776,38 +687,21 @@ def _rebuild_parameter(*parts):
     return self
 
 
-def _how_many(keep, n):
-    if isinstance(keep, (float, np.floating)):
-        if not 0 <= keep <= 1:
-            raise ValueError(f"prune: keep={keep} as a fraction must be between 0 and 1")
-        return round(float(keep) * n)
-    keep = operator.index(keep)
-    if not 0 <= keep <= n:
-        raise ValueError(f"prune: keep={keep} of {n} entries")
-    return keep
-
-
-def _at_entries(what, pattern, ordered, name, kinds):
+def _at_entries(what, kind, pattern, ordered):
     """Read a mask or labels at the entries of `pattern`: (nnz,), as the user's order or place."""
-    kind = what.dtype.kind if sp.issparse(what) else np.asarray(what).dtype.kind
-    if kind not in kinds:
-        wanted = "booleans" if kinds == "b" else "integers"
-        raise TypeError(f"SparseParameter: {name} must hold {wanted}")
-    if sp.issparse(what):
-        if what.shape == pattern.shape:
-            there, data, _ = canonical(what)
-            at = there.find(pattern)
-            found = np.append(data, 0.0)[at]
-            return found != 0 if kinds == "b" else found.astype(np.int64)
-        raise ValueError(f"SparseParameter: {name} of shape {what.shape}, not {pattern.shape}")
-    what = np.asarray(what)
+    name = "trainable" if kind is np.bool_ else "share"
+    what = what if sp.issparse(what) else np.asarray(what)
+    if not np.issubdtype(what.dtype, kind):
+        raise TypeError(f"SparseParameter: {name} of dtype {what.dtype}, needs {kind.__name__}")
+    if what.shape == pattern.shape and sp.issparse(what):
+        there, data, _ = canonical(what)
+        at = there.find(pattern)
+        return np.append(data, 0)[at].astype(what.dtype)
     if what.shape == pattern.shape:
         return what[pattern.rows, pattern.indices]
-    if what.shape != (pattern.nnz,):
-        raise ValueError(
-            f"SparseParameter: {name} of shape {what.shape}; it takes {pattern.shape} or "
-            f"({pattern.nnz},)"
-        )
+    if what.shape != (pattern.nnz,) or sp.issparse(what):
+        needs = f"{pattern.shape} or, if dense, ({pattern.nnz},)"
+        raise ValueError(f"SparseParameter: {name} of shape {what.shape}, needs {needs}")
     if not ordered:
         raise ValueError(
             f"SparseParameter: a {name} of shape (nnz,) needs a matrix in canonical CSR form, "
