@@ -419,7 +419,7 @@ def _as_indices(array, name):
         raise ValueError(f"Pattern: {name} must be a vector, got {array.ndim} dimensions")
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"Pattern: {name} must hold integers, got dtype {array.dtype}")
-    return array if array.size else array.astype(np.int64)
+    return array if array.size else np.zeros(0, np.int64)
 
 
 def _check_inside(name, index, n):
