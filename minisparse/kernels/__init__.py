@@ -8,34 +8,19 @@ and for NumPy arrays by `backend`.
 
 import contextlib
 import contextvars
+import functools
 import os
 import sys
 
 import numpy as np
 
 from . import reference
-from .memory import empty
-
-__all__ = [
-    "Plan",
-    "adam",
-    "backend",
-    "config",
-    "contiguous",
-    "empty",
-    "gather",
-    "get_num_threads",
-    "sddmm",
-    "segment_sum",
-    "set_num_threads",
-    "sgd",
-    "spmm",
-    "warmup",
-]
+from .memory import empty as empty
 
 _backend = contextvars.ContextVar("minisparse_backend", default="cpu")
-_loaded = {"reference": reference}
-_num_threads = None
+_num_threads = os.cpu_count() or 1
+if hasattr(os, "sched_getaffinity"):  # Linux
+    _num_threads = len(os.sched_getaffinity(0))
 
 
 class Plan:
@@ -65,25 +50,23 @@ class Plan:
         self.derived = None
 
 
-def _load(name):
-    """Import the backend `name` at its first use."""
-    if name == "cpu":
-        import numba
+@functools.cache
+def _compiled():
+    """Import the compiled kernels at their first use; the reference where Numba may not compile."""
+    import numba
 
-        if numba.config.DISABLE_JIT:
-            module = reference
-        else:
-            from . import cpu as module
-        _loaded[name] = module
-    return _loaded[name]
+    if numba.config.DISABLE_JIT:
+        return reference
+    from . import cpu
+
+    return cpu
 
 
 def _kernels(array):
     """Return the module of kernels for the class of `array`: the one place that chooses."""
     if not isinstance(array, np.ndarray):
         raise TypeError(f"kernels take NumPy arrays, not {type(array).__name__}")
-    name = _backend.get()
-    return _loaded.get(name) or _load(name)
+    return _compiled() if _backend.get() == "cpu" else reference
 
 
 def spmm(plan, values, x):
@@ -142,12 +125,6 @@ def backend(name):
 
 def get_num_threads():
     """Return the number of threads that kernels use: at first, the cores this process may use."""
-    global _num_threads
-    if _num_threads is None:
-        if hasattr(os, "sched_getaffinity"):  # Linux
-            _num_threads = len(os.sched_getaffinity(0))
-        else:
-            _num_threads = os.cpu_count() or 1
     return _num_threads
 
 
@@ -167,8 +144,8 @@ def set_num_threads(n):
 
 def warmup(dtypes=("float32", "float64")):
     """Compile every kernel now, instead of each at its first use."""
-    if _load("cpu") is not reference:
-        _loaded["cpu"].warmup([np.dtype(d) for d in dtypes])
+    if _compiled() is not reference:
+        _compiled().warmup([np.dtype(d) for d in dtypes])
 
 
 def config():

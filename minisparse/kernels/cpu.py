@@ -13,6 +13,7 @@ import contextlib
 import multiprocessing
 import os
 import threading
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -43,15 +44,34 @@ class Vec(types.Type):
 
 
 @register_model(Vec)
-class _VecModel(models.PrimitiveModel):
-    def __init__(self, dmm, vec):
-        super().__init__(dmm, vec, ir.VectorType(dmm.lookup(vec.dtype).get_value_type(), vec.lanes))
+def _vec_model(dmm, vec):
+    number = dmm.lookup(vec.dtype).get_value_type()
+    return models.PrimitiveModel(dmm, vec, ir.VectorType(number, vec.lanes))
 
 
-def _shuffle(builder, a, b, lanes):
-    i32 = ir.IntType(32)
-    mask = ir.Constant(ir.VectorType(i32, len(lanes)), [ir.Constant(i32, n) for n in lanes])
-    return builder.shuffle_vector(a, b, mask)
+def _constant(bits, numbers):
+    """A vector of integers."""
+    return ir.Constant(ir.VectorType(ir.IntType(bits), len(numbers)), numbers)
+
+
+def _fill(builder, vector_type, value):
+    """Emit a vector with `value` in every lane."""
+    undefined = ir.Constant(vector_type, ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, undefined, _constant(32, [0] * vector_type.count))
+
+
+def _of(result, emit):
+    """What an intrinsic returns: its signature, and code by ``emit(builder, type, *arguments)``.
+
+    `type` is LLVM's for the result. `emit` returns the result, or None where that is void.
+    """
+
+    def codegen(context, builder, sig, args):
+        out = emit(builder, context.get_value_type(sig.return_type), *args)
+        return out if sig.return_type is not types.void else context.get_dummy_value()
+
+    return result, codegen
 
 
 @intrinsic
@@ -64,242 +84,143 @@ def data(typingctx, array):
     return types.CPointer(array.dtype)(array), codegen
 
 
-@intrinsic
-def get(typingctx, array, i):
-    """array[i], without a check."""
-
-    def codegen(context, builder, sig, args):
-        return builder.load(builder.gep(args[0], [args[1]]))
-
-    return array.dtype(array, types.intp), codegen
-
-
-@intrinsic
-def put(typingctx, array, i, value):
-    """array[i] = value, without a check."""
-
-    def codegen(context, builder, sig, args):
-        builder.store(args[2], builder.gep(args[0], [args[1]]))
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, array.dtype), codegen
-
-
 @intrinsic(prefer_literal=True)
 def zeros(typingctx, array, size):
     """A vector of zeros that takes `size` bytes (a literal), one lane at least."""
-    if not isinstance(size, types.IntegerLiteral):
-        return None
     vec = Vec(array.dtype, max(1, size.literal_value * 8 // array.dtype.bitwidth))
-
-    def codegen(context, builder, sig, args):
-        return ir.Constant(context.get_value_type(vec), None)
-
-    return vec(array, size), codegen
+    return _of(vec(array, size), lambda b, t, *_: t(None))
 
 
 @intrinsic
-def zero(typingctx, like):
-    """A vector of zeros of the type of `like`."""
-
-    def codegen(context, builder, sig, args):
-        return ir.Constant(context.get_value_type(like), None)
-
-    return like(like), codegen
-
-
-@intrinsic
-def width(typingctx, like):
+def width(typingctx, vector):
     """The number of lanes, known at compile time."""
+    return _of(types.intp(vector), lambda b, t, vector: t(vector.type.count))
 
-    def codegen(context, builder, sig, args):
-        return context.get_constant(types.intp, like.lanes)
 
-    return types.intp(like), codegen
+@intrinsic
+def get(typingctx, array, i):
+    """array[i], without a check."""
+    result = array.dtype(array, types.intp)
+    return _of(result, lambda b, t, array, i: b.load(b.gep(array, [i])))
 
 
 @intrinsic
 def load(typingctx, like, array, i):
-    """array[i : i + lanes] as a vector."""
+    """array[i : i + lanes] as a vector of the type of `like`."""
 
-    def codegen(context, builder, sig, args):
-        at = builder.gep(args[1], [args[2]])
-        at = builder.bitcast(at, context.get_value_type(like).as_pointer())
-        return builder.load(at, align=array.dtype.bitwidth // 8)
+    def emit(b, t, like, array, i):
+        return b.load(b.bitcast(b.gep(array, [i]), t.as_pointer()), align=4)
 
-    return like(like, array, types.intp), codegen
+    return _of(like(like, array, types.intp), emit)
 
 
 @intrinsic
-def store(typingctx, array, i, vector):
-    """array[i : i + lanes] = vector."""
+def put(typingctx, array, i, value):
+    """array[i] = value, without a check; for a vector array[i : i + lanes] = value."""
 
-    def codegen(context, builder, sig, args):
-        at = builder.gep(args[0], [args[1]])
-        at = builder.bitcast(at, context.get_value_type(vector).as_pointer())
-        builder.store(args[2], at, align=array.dtype.bitwidth // 8)
-        return context.get_dummy_value()
+    def emit(b, t, array, i, value):
+        b.store(value, b.bitcast(b.gep(array, [i]), value.type.as_pointer()), align=4)
 
-    return types.void(array, types.intp, vector), codegen
-
-
-@intrinsic
-def splat(typingctx, like, value):
-    """A vector with `value` in every lane."""
-
-    def codegen(context, builder, sig, args):
-        undefined = ir.Constant(context.get_value_type(like), ir.Undefined)
-        first = builder.insert_element(undefined, args[1], ir.Constant(ir.IntType(32), 0))
-        return _shuffle(builder, first, undefined, [0] * like.lanes)
-
-    return like(like, like.dtype), codegen
-
-
-@intrinsic
-def fma(typingctx, a, b, c):
-    """a b + c, for vectors or numbers: in one rounding where the machine can."""
-
-    def codegen(context, builder, sig, args):
-        t = context.get_value_type(a)
-        name = f"v{a.lanes}f{a.dtype.bitwidth}" if isinstance(a, Vec) else f"f{a.bitwidth}"
-        f = ir.FunctionType(t, [t, t, t])
-        f = cgutils.get_or_insert_function(builder.module, f, f"llvm.fmuladd.{name}")
-        return builder.call(f, args)
-
-    return a(a, a, a), codegen
-
-
-@intrinsic
-def last_lanes(typingctx, vector, n):
-    """The vector with all but the last n lanes set to zero."""
-
-    def codegen(context, builder, sig, args):
-        i64 = ir.IntType(64)
-        lane = [ir.Constant(i64, n) for n in range(vector.lanes, 0, -1)]
-        lane = ir.Constant(ir.VectorType(i64, vector.lanes), lane)
-        bound = ir.Constant(lane.type, ir.Undefined)
-        bound = builder.insert_element(bound, args[1], ir.Constant(ir.IntType(32), 0))
-        bound = _shuffle(builder, bound, bound, [0] * vector.lanes)
-        keep = builder.icmp_signed("<=", lane, bound)
-        return builder.select(keep, args[0], ir.Constant(args[0].type, None))
-
-    return vector(vector, types.intp), codegen
-
-
-def _sums(builder, vectors):
-    """Emit code that sums the lanes of each vector, all of them together.
-
-    A step adds the upper half of each vector to its lower half and packs two results into one
-    vector. The sum of one vector is the same tree whatever is beside it.
-    """
-    size = lanes = vectors[0].type.count
-    while size > 1:
-        half = size // 2
-        packed = []
-        for a, b in zip(vectors[::2], vectors[1::2] or [None], strict=True):
-            low = [n for n in range(lanes if b is None else 2 * lanes) if n % size < half]
-            b = a if b is None else b
-            packed.append(
-                builder.fadd(
-                    _shuffle(builder, a, b, low), _shuffle(builder, a, b, [n + half for n in low])
-                )
-            )
-        vectors, size, lanes = packed, half, packed[0].type.count
-    while len(vectors) > 1:
-        join = [*range(2 * lanes)]
-        vectors = [
-            _shuffle(builder, a, b, join) for a, b in zip(vectors[::2], vectors[1::2], strict=True)
-        ]
-        lanes *= 2
-    return vectors[0]
-
-
-@intrinsic
-def total(typingctx, vector):
-    """The sum of the lanes, in a fixed order."""
-
-    def codegen(context, builder, sig, args):
-        return builder.extract_element(_sums(builder, args), ir.Constant(ir.IntType(32), 0))
-
-    return vector.dtype(vector), codegen
-
-
-@intrinsic
-def totals(typingctx, a, b, c, d):
-    """A vector of four: the sum of the lanes of each, in the order of `total`."""
-
-    def codegen(context, builder, sig, args):
-        return _sums(builder, args)
-
-    return Vec(a.dtype, 4)(a, a, a, a), codegen
-
-
-@intrinsic(prefer_literal=True)
-def lane(typingctx, vector, n):
-    """Lane n (a literal) of a vector."""
-    if not isinstance(n, types.IntegerLiteral):
-        return None
-
-    def codegen(context, builder, sig, args):
-        return builder.extract_element(args[0], ir.Constant(ir.IntType(32), n.literal_value))
-
-    return vector.dtype(vector, n), codegen
+    return _of(types.void(array, types.intp, value), emit)
 
 
 @intrinsic
 def prefetch(typingctx, like, array, i):
     """Ask for the cache lines of array[i : i + lanes]; any offset is safe."""
 
-    def codegen(context, builder, sig, args):
-        i8p, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-        f = ir.FunctionType(ir.VoidType(), [i8p, i32, i32, i32])
-        f = builder.module.declare_intrinsic("llvm.prefetch", [i8p], f)
-        at = builder.bitcast(builder.gep(args[1], [args[2]]), i8p)
-        for line in range(0, like.lanes * like.dtype.bitwidth // 8, 64):
-            line = builder.gep(at, [ir.Constant(ir.IntType(64), line)])
-            builder.call(f, [line, *(ir.Constant(i32, n) for n in (0, 3, 1))])  # read, keep, data
-        return context.get_dummy_value()
+    def emit(b, t, like_value, array, i):
+        i32, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+        f = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
+        f = b.module.declare_intrinsic("llvm.prefetch", [pointer], f)
+        for n in range(0, like.lanes, 512 // like.dtype.bitwidth):
+            at = b.gep(b.gep(array, [i]), [ir.IntType(64)(n)])
+            b.call(f, [b.bitcast(at, pointer), i32(0), i32(3), i32(1)])  # to read, keep, data
 
-    return types.void(like, array, types.intp), codegen
+    return _of(types.void(like, array, types.intp), emit)
+
+
+@intrinsic
+def splat(typingctx, like, value):
+    """A vector of the type of `like` with `value` in every lane."""
+    return _of(like(like, like.dtype), lambda b, t, like, value: _fill(b, t, value))
+
+
+@intrinsic
+def fma(typingctx, x, y, z):
+    """x y + z for vectors: in one rounding where the machine can."""
+
+    def emit(b, t, *args):
+        name = f"llvm.fmuladd.v{x.lanes}f{x.dtype.bitwidth}"
+        f = cgutils.get_or_insert_function(b.module, ir.FunctionType(t, [t, t, t]), name)
+        return b.call(f, args)
+
+    return _of(x(x, x, x), emit)
+
+
+@intrinsic
+def first_lanes(typingctx, vector, n):
+    """The vector with all but the first n lanes set to zero."""
+
+    def emit(b, t, vector, n):
+        lanes = _constant(64, [*range(t.count)])
+        return b.select(b.icmp_signed("<", lanes, _fill(b, lanes.type, n)), vector, t(None))
+
+    return _of(vector(vector, types.intp), emit)
+
+
+@intrinsic
+def totals(typingctx, a, b, c, d):
+    """A vector of four: the sum of the lanes of each of four, all by the same tree."""
+
+    def emit(builder, t, *four):
+        def join(x, y):
+            return builder.shuffle_vector(x, y, _constant(32, [*range(2 * x.type.count)]))
+
+        sums = join(join(*four[:2]), join(*four[2:]))
+        while sums.type.count > 4:  # neighbours together
+            even = [*range(0, sums.type.count, 2)]
+            pairs = [_constant(32, lanes) for lanes in (even, [n + 1 for n in even])]
+            sums = builder.fadd(*(builder.shuffle_vector(sums, sums, lanes) for lanes in pairs))
+        return sums
+
+    return _of(Vec(a.dtype, 4)(a, b, c, d), emit)
+
+
+@intrinsic
+def lane(typingctx, vector, n):
+    """Lane n of a vector."""
+    result = vector.dtype(vector, types.intp)
+    return _of(result, lambda b, t, vector, n: b.extract_element(vector, n))
 
 
 @intrinsic
 def transpose(typingctx, like, out, to, out_step, x, at, x_step):
     """Move a square block: out[to + r out_step + c] = x[at + c x_step + r] for r, c < lanes."""
 
-    def codegen(context, builder, sig, args):
-        n, i64 = like.lanes, ir.IntType(64)
-        pointer, align = context.get_value_type(like).as_pointer(), like.dtype.bitwidth // 8
-        _, out, to, out_step, x, at, x_step = args
+    def emit(b, t, like, out, to, out_step, x, at, x_step):
+        def row(array, start, step, r):
+            at = b.add(start, b.mul(step, step.type(r)))
+            return b.bitcast(b.gep(array, [at]), like.type.as_pointer())
 
-        def row(base, start, step, r):
-            at = builder.add(start, builder.mul(step, ir.Constant(i64, r)))
-            return builder.bitcast(builder.gep(base, [at]), pointer)
-
-        rows = [builder.load(row(x, at, x_step, r), align=align) for r in range(n)]
-        halves = [
-            [half * n // 2 + lane // 2 + lane % 2 * n for lane in range(n)] for half in (0, 1)
-        ]
+        n = like.type.count
+        rows = [b.load(row(x, at, x_step, r), align=4) for r in range(n)]
+        mixed = [k + n * odd for k in range(n) for odd in (0, 1)]
+        halves = [_constant(32, half) for half in (mixed[:n], mixed[n:])]
         for _ in range(n.bit_length() - 1):  # each round interleaves the first rows with the last
             pairs = zip(rows[: n // 2], rows[n // 2 :], strict=True)
-            rows = [_shuffle(builder, a, b, half) for a, b in pairs for half in halves]
+            rows = [b.shuffle_vector(*pair, half) for pair in pairs for half in halves]
         for r in range(n):
-            builder.store(rows[r], row(out, to, out_step, r), align=align)
-        return context.get_dummy_value()
+            b.store(rows[r], row(out, to, out_step, r), align=4)
 
-    i = types.intp
-    return types.void(like, out, i, i, x, i, i), codegen
+    return _of(types.void(like, out, *[types.intp] * 2, x, *[types.intp] * 2), emit)
 
 
 @intrinsic
 def draw(typingctx, counter):
     """Return counter[0] and add 1 to it, as one step among threads."""
-
-    def codegen(context, builder, sig, args):
-        one = ir.Constant(ir.IntType(64), 1)
-        return builder.atomic_rmw("add", args[0], one, "monotonic")
-
-    return types.int64(counter), codegen
+    return _of(
+        types.int64(counter), lambda b, t, counter: b.atomic_rmw("add", counter, t(1), "monotonic")
+    )
 
 
 @intrinsic
@@ -330,12 +251,12 @@ inlined = numba.njit(forceinline=True, **FLAGS)
 
 
 @inlined
-def _row(ptr, n, goal):
-    """The first of n rows with ptr[i] + i >= goal: entries and rows count alike as work."""
+def _row(ptr, n, goal, each):
+    """The first of n rows with ptr[i] + each i >= goal, where a row is `each` entries of work."""
     low, high = 0, n
     while low < high:
         middle = (low + high) // 2
-        if np.int64(get(ptr, middle)) + middle < goal:
+        if np.int64(get(ptr, middle)) + middle * each < goal:
             low = middle + 1
         else:
             high = middle
@@ -343,10 +264,17 @@ def _row(ptr, n, goal):
 
 
 @inlined
-def _share(c, chunks, n):
-    """The bounds of chunk c of n elements; multiples of 16, so that no cache line is shared."""
+def _rows(chunk, chunks, ptr, n):
+    """The bounds of a chunk of n rows; entries and rows count alike as work."""
+    work = np.int64(get(ptr, n)) + n
+    return _row(ptr, n, work * chunk // chunks, 1), _row(ptr, n, work * (chunk + 1) // chunks, 1)
+
+
+@inlined
+def _share(chunk, chunks, n):
+    """The bounds of a chunk of n elements; multiples of 16, so that no cache line is shared."""
     step = (n + chunks * 16 - 1) // (chunks * 16) * 16
-    return min(c * step, n), min((c + 1) * step, n)
+    return min(chunk * step, n), min((chunk + 1) * step, n)
 
 
 @inlined
@@ -362,7 +290,7 @@ def _tile(like, rest, out, to, values, perm, permuted, x, k, c, start, end, indi
     registers over all entries of the row.
     """
     shift = rest - width(like)
-    low = high = zero(like)
+    low = high = like
     for e in range(start, end):
         if ahead:
             at = np.int64(get(indices, min(e + ahead, last))) * k + c
@@ -372,43 +300,39 @@ def _tile(like, rest, out, to, values, perm, permuted, x, k, c, start, end, indi
         at = np.int64(get(indices, e)) * k + c
         low = fma(value, load(like, x, at), low)
         high = fma(value, load(like, x, at + shift), high)
-    store(out, to, low)
-    store(out, to + shift, high)
+    put(out, to, low)
+    put(out, to + shift, high)
 
 
-@inlined
+@numba.njit(forceinline=True, fastmath={"reassoc", "contract"}, **FLAGS)
 def _dot(zero, values, perm, permuted, x, start, end, indices):
-    """One row times a vector, in four interleaved sums."""
-    s0 = s1 = s2 = s3 = zero
-    whole = start + (end - start) // 4 * 4
-    for e in range(start, whole, 4):
-        s0 = fma(_value(values, perm, permuted, e), get(x, get(indices, e)), s0)
-        s1 = fma(_value(values, perm, permuted, e + 1), get(x, get(indices, e + 1)), s1)
-        s2 = fma(_value(values, perm, permuted, e + 2), get(x, get(indices, e + 2)), s2)
-        s3 = fma(_value(values, perm, permuted, e + 3), get(x, get(indices, e + 3)), s3)
-    for e in range(whole, end):
-        s0 = fma(_value(values, perm, permuted, e), get(x, get(indices, e)), s0)
-    return (s0 + s1) + (s2 + s3)
+    """One row times a vector, in several sums as LLVM sees fit."""
+    total = zero
+    for e in range(start, end):
+        total += _value(values, perm, permuted, e) * get(x, get(indices, e))
+    return total
 
 
 @body
-def _spmm(chunk, chunks, out, values, perm, x, ptr, indices, permuted, column, longest, ahead):
-    """out[:, column : column + k] = A x, without the rows of more than `longest` entries."""
+def _spmm(chunk, chunks, out, values, perm, x, ptr, indices, column, longest, ahead):
+    """out[:, column : column + k] = A x, without the rows of more than `longest` entries.
+
+    An empty `perm` stands for the values as they come.
+    """
     k, width, size = x.shape[1], out.shape[1], x.itemsize
     full = 256 // size
-    n, last = len(ptr) - 1, len(indices) - 1
-    work = len(indices) + n
-    none = x.dtype.type(0)
+    n, last, permuted = len(ptr) - 1, len(indices) - 1, len(perm) > 0
+    zero = x.dtype.type(0)
     out, values, perm, x = data(out), data(values), data(perm), data(x)
     ptr, indices = data(ptr), data(indices)
-    first, bound = _row(ptr, n, work * chunk // chunks), _row(ptr, n, work * (chunk + 1) // chunks)
+    first, bound = _rows(chunk, chunks, ptr, n)
     for i in range(first, bound):
         start, end = np.int64(get(ptr, i)), np.int64(get(ptr, i + 1))
         to = i * width + column
         if end - start > longest:
             continue
         if k == 1:
-            put(out, to, _dot(none, values, perm, permuted, x, start, end, indices))
+            put(out, to, _dot(zero, values, perm, permuted, x, start, end, indices))
             continue
         for c in range(0, k, full):
             # Two vectors of the smallest power of two that is at least half of what is left.
@@ -430,85 +354,58 @@ def _spmm(chunk, chunks, out, values, perm, x, ptr, indices, permuted, column, l
 
 
 @inlined
-def _entries(like, out, perm, u, u0, v, k, first, bound, indices, last, permuted, more, ahead):
-    """out[e] = (out[e] if more) + u[u0 :] . v[j] for the entries e in first..bound of one row.
+def _entries(like, out, u, at, v, k, first, bound, indices, last, more, ahead):
+    """out[e] = (out[e] if more) + u[at : at + k] . v[j] for the entries first..bound of one row.
 
-    Vectors run along the columns; the last one is moved back to end with the row, its lanes that
-    were summed before set to zero. Four entries at a time share the loads of u and the sums
-    across lanes.
+    Four entries at a time share the loads of u and the sums across lanes; in the last round some
+    may be the same. Vectors run along the columns; the first one is cut so that the others end
+    with the row.
     """
     lanes = width(like)
-    tail = k % lanes
-    whole = k - tail
-    end = k - lanes
-    stop = first + (bound - first) // 4 * 4
-    for e in range(first, stop, 4):
-        a, b = np.int64(get(indices, e)) * k, np.int64(get(indices, e + 1)) * k
-        c, d = np.int64(get(indices, e + 2)) * k, np.int64(get(indices, e + 3)) * k
-        if ahead:
+    head = (k - 1) % lanes + 1
+    for e in range(first, bound, 4):
+        a, b = np.int64(get(indices, e)) * k, np.int64(get(indices, min(e + 1, bound - 1))) * k
+        c = np.int64(get(indices, min(e + 2, bound - 1))) * k
+        d = np.int64(get(indices, min(e + 3, bound - 1))) * k
+        if ahead and bound - e >= 4:
             for n in range(4):
-                at = np.int64(get(indices, min(e + ahead + n, last))) * k
+                later = np.int64(get(indices, min(e + ahead + n, last))) * k
                 for q in range(0, k, lanes):
-                    prefetch(like, v, at + q)
-        sa = sb = sc = sd = zero(like)
-        for q in range(0, whole, lanes):
-            w = load(like, u, u0 + q)
+                    prefetch(like, v, later + q)
+        w = load(like, u, at)
+        sa = first_lanes(fma(w, load(like, v, a), like), head)
+        sb = first_lanes(fma(w, load(like, v, b), like), head)
+        sc = first_lanes(fma(w, load(like, v, c), like), head)
+        sd = first_lanes(fma(w, load(like, v, d), like), head)
+        for q in range(head, k, lanes):
+            w = load(like, u, at + q)
             sa = fma(w, load(like, v, a + q), sa)
             sb = fma(w, load(like, v, b + q), sb)
             sc = fma(w, load(like, v, c + q), sc)
             sd = fma(w, load(like, v, d + q), sd)
-        if tail:
-            w = last_lanes(load(like, u, u0 + end), tail)
-            sa = fma(w, last_lanes(load(like, v, a + end), tail), sa)
-            sb = fma(w, last_lanes(load(like, v, b + end), tail), sb)
-            sc = fma(w, last_lanes(load(like, v, c + end), tail), sc)
-            sd = fma(w, last_lanes(load(like, v, d + end), tail), sd)
         sums = totals(sa, sb, sc, sd)
-        if permuted or more:
-            _add(out, perm, permuted, more, e, lane(sums, 0))
-            _add(out, perm, permuted, more, e + 1, lane(sums, 1))
-            _add(out, perm, permuted, more, e + 2, lane(sums, 2))
-            _add(out, perm, permuted, more, e + 3, lane(sums, 3))
-        else:
-            store(out, e, sums)
-    for e in range(stop, bound):
-        a = np.int64(get(indices, e)) * k
-        sa = zero(like)
-        for q in range(0, whole, lanes):
-            sa = fma(load(like, u, u0 + q), load(like, v, a + q), sa)
-        if tail:
-            w = last_lanes(load(like, u, u0 + end), tail)
-            sa = fma(w, last_lanes(load(like, v, a + end), tail), sa)
-        _add(out, perm, permuted, more, e, total(sa))
-
-
-@inlined
-def _add(out, perm, permuted, more, e, value):
-    at = np.int64(get(perm, e)) if permuted else np.int64(e)
-    put(out, at, get(out, at) + value if more else value)
+        if bound - e >= 4:
+            put(out, e, fma(splat(sums, 1), load(sums, out, e), sums) if more else sums)
+            continue
+        for n in range(3):  # unrolled, so that the lanes are known
+            if e + n < bound:
+                put(out, e + n, get(out, e + n) + lane(sums, n) if more else lane(sums, n))
 
 
 @body
-def _sddmm(chunk, chunks, out, perm, u, v, ptr, indices, permuted, column, more, ahead):
-    """out[e] = (out[e] if more) + u[i, column : column + k] . v[j] for a share of the entries.
+def _sddmm(chunk, chunks, out, u, v, ptr, indices, column, ahead):
+    """out[e] = (out[e] if column) + u[i, column : column + k] . v[j] for a share of the entries.
 
     A share may begin and end inside a row.
     """
     first, bound = _share(chunk, chunks, len(indices))
-    i, high, last = 0, len(ptr) - 1, len(indices) - 1
+    n, last = len(ptr) - 1, len(indices) - 1
     k, width, size = v.shape[1], u.shape[1], v.shape[1] * v.itemsize
-    out, perm, u, v = data(out), data(perm), data(u), data(v)
-    ptr, indices = data(ptr), data(indices)
-    while high - i > 1:  # to the row of the first entry: ptr[i] <= first < ptr[i + 1]
-        middle = (i + high) // 2
-        if get(ptr, middle) <= first:
-            i = middle
-        else:
-            high = middle
+    out, u, v, ptr, indices = data(out), data(u), data(v), data(ptr), data(indices)
+    i = _row(ptr, n, first + 1, 0) - 1  # the row of the first entry
     while first < bound:
         end = min(np.int64(get(ptr, i + 1)), bound)
-        arrays = out, perm, u, i * width + column, v, k
-        row = (*arrays, first, end, indices, last, permuted, more, ahead)
+        row = out, u, i * width + column, v, k, first, end, indices, last, column > 0, ahead
         if size >= 64:
             _entries(zeros(v, 64), *row)
         elif size >= 16:
@@ -537,19 +434,18 @@ def _gather(chunk, chunks, out, x, index, base, ahead):
 
 @body
 def _segment_sum(chunk, chunks, out, x, ptr, order):
-    n, none = len(ptr) - 1, x.dtype.type(0)
-    work = len(order) + n
+    n, zero = len(ptr) - 1, x.dtype.type(0)
     out, x, ptr, order = data(out), data(x), data(ptr), data(order)
-    first, bound = _row(ptr, n, work * chunk // chunks), _row(ptr, n, work * (chunk + 1) // chunks)
+    first, bound = _rows(chunk, chunks, ptr, n)
     for s in range(first, bound):
-        value = none
+        value = zero
         for p in range(get(ptr, s), get(ptr, s + 1)):
             value += get(x, get(order, p))
         put(out, s, value)
 
 
 @body
-def _sgd(chunk, chunks, p, buf, g, lr, momentum, nesterov, weight_decay, first):
+def _sgd(chunk, chunks, p, buf, g, lr, momentum, weight_decay, nesterov, first):
     """An empty `buf` stands for none."""
     scalar = p.dtype.type
     lr, momentum, weight_decay = scalar(lr), scalar(momentum), scalar(weight_decay)
@@ -593,27 +489,24 @@ def _copy(chunk, chunks, out, x):
     The rows or the columns of x are contiguous. m is a multiple of 64 bytes, or there is one
     panel.
     """
-    rows, columns = x.shape
-    m = out.shape[2]
+    (rows, columns), m = x.shape, out.shape[2]
     down, across = x.strides[0] // x.itemsize, x.strides[1] // x.itemsize
     out, x = data(out), data(x)
     like = zeros(x, 64)
     lanes = width(like)
     first, bound = _share(chunk, chunks, rows)
     for i in range(first, bound, lanes):
-        stop = min(i + lanes, bound)
         for c in range(0, columns, lanes):
-            end = min(c + lanes, columns)
-            to = c // m * rows * m + i * m + c % m
-            at = i * down + c * across
-            if down == 1 and stop - i == lanes and end - c == lanes:
+            high, wide = min(lanes, bound - i), min(lanes, columns - c)
+            to, at = (c // m * rows + i) * m + c % m, i * down + c * across
+            if down == 1 and high == wide == lanes:
                 transpose(like, out, to, m, x, at, across)
-            elif across == 1 and end - c == lanes:
-                for r in range(stop - i):
-                    store(out, to + r * m, load(like, x, at + r * down))
-            else:
-                for r in range(stop - i):
-                    for q in range(end - c):
+                continue
+            for r in range(high):
+                if across == 1 and wide == lanes:
+                    put(out, to + r * m, load(like, x, at + r * down))
+                else:
+                    for q in range(wide):
                         put(out, to + r * m + q, get(x, at + r * down + q * across))
 
 
@@ -636,8 +529,6 @@ def _tasks(tasks, chunks, address, args):
 PARALLEL_WORK = 1 << 21
 """Up to this much work is done by one thread. The unit is a multiply-add in a vector, about 36
 picoseconds; waking OpenMP's threads takes 15 microseconds where they do not spin."""
-
-_wake = 1  # how many times as long the threading layer takes: 3 for Numba's own, "workqueue"
 
 CHUNK_WORK = 1 << 18
 """The least work worth a chunk of its own: 10 microseconds."""
@@ -674,18 +565,16 @@ class _Kernel:
     body : dispatcher
     written : int
         The first so many arrays are written, the others only read.
-    layout : {"C", "A"}
-        Of the arrays that are read.
     """
 
-    def __init__(self, body, written=1, layout="C"):
-        self.body, self.written, self.layout = body.py_func, written, layout
+    def __init__(self, body, written=1):
+        self.body, self.written = body.py_func, written
         self.serial, self.parallel = {}, {}
 
     def __call__(self, key, work, *args):
         """Run the kernel; `key` stands for the types of the arrays in `args`."""
         kernel = self.serial.get(key) or self.compile(key, args)
-        if work > PARALLEL_WORK * _wake and not _forked and get_num_threads() > 1:
+        if work > PARALLEL_WORK and not _forked and get_num_threads() > 1:
             # Numba's layers abort or oversubscribe when two threads enter them at once: who
             # finds one inside goes alone.
             busy = _busy
@@ -705,21 +594,16 @@ class _Kernel:
         Such a kernel takes writable arrays as well.
         """
         with global_compiler_lock:
-            kinds, arrays = [types.intp, types.intp], 0
-            for arg in args:
-                kind = numba.typeof(arg)
-                if isinstance(kind, types.Array):
-                    arrays += 1
-                    if arrays > self.written:
-                        kind = kind.copy(readonly=True, layout=self.layout)
-                kinds.append(kind)
+            kinds = [types.intp, types.intp, *map(numba.typeof, args)]
+            for n in range(2 + self.written, len(kinds)):
+                if isinstance(kinds[n], types.Array):
+                    kinds[n] = kinds[n].copy(readonly=True, layout="A")
             if key not in self.serial:
                 self.serial[key] = _compile(self.body, tuple(kinds))
         return self.serial[key]
 
     def compile_parallel(self, key):
         """Compile the parallel form where there is a serial one; this starts Numba's threads."""
-        global _wake
         with global_compiler_lock:
             if key not in self.parallel:
                 ((signature, body),) = self.serial[key].overloads.items()
@@ -727,8 +611,6 @@ class _Kernel:
                 kernel = _compile(_tasks, kinds, parallel=True)
                 address = body.library.get_pointer_to_function(body.fndesc.llvm_func_name)
                 self.parallel[key] = kernel, address
-                if numba_parallel._threading_layer == "workqueue":
-                    _wake = 3
         return self.parallel[key]
 
 
@@ -750,14 +632,10 @@ def _compile(function, signature, **options):
                 kernel._cache.flush()
 
 
-_KERNELS = _SPMM, _SDDMM, _GATHER, _SEGMENT_SUM, _SGD, _ADAM, _COPY = (
-    _Kernel(_spmm),
-    _Kernel(_sddmm),
-    _Kernel(_gather),
-    _Kernel(_segment_sum),
+_KERNELS = _SPMM, _SDDMM, _GATHER, _SEGMENT_SUM, _COPY, _SGD, _ADAM = (
+    *map(_Kernel, (_spmm, _sddmm, _gather, _segment_sum, _copy)),
     _Kernel(_sgd, written=2),
     _Kernel(_adam, written=3),
-    _Kernel(_copy, layout="A"),
 )
 
 # ---------------------------------------------------------------------------------------------
@@ -767,120 +645,93 @@ SPLIT = 1 << 14
 """A row of more than twice as many entries is summed in pieces of so many."""
 
 AHEAD = 64
-"""How many lines ahead the dense operand is asked for."""
+"""How many lines ahead a gathered operand is asked for."""
 
+CACHE = 1 << 20
+"""Bytes of the second-level cache of a core."""
 
-def _core_cache():
-    """Bytes of the second-level cache of a core."""
-    try:
-        with open("/sys/devices/system/cpu/cpu0/cache/index2/size") as file:
-            return int(file.read().strip().removesuffix("K")) * 1024
-    except (OSError, ValueError):
-        return 1 << 20
-
-
-CACHE = _core_cache()
+with contextlib.suppress(OSError, ValueError):
+    _size = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text()
+    CACHE = int(_size.strip().removesuffix("K")) * 1024
 
 
 def _ahead(x):
     """How many entries ahead to ask for the rows of x; 0 (not at all) where x is near anyway."""
-    if x.nbytes <= CACHE // 2:
-        return 0
-    return min(AHEAD // max(1, min(4, x.shape[1] * x.itemsize // 64)), 64)
+    lines = x.shape[1] * x.itemsize // 64
+    return AHEAD // max(1, min(4, lines)) if x.nbytes > CACHE // 2 else 0
 
 
-class _Derived:
-    """What the kernels need of a plan: the key of its index types, and its giant rows apart."""
-
-    __slots__ = ("giants", "key", "longest")
-
-    def __init__(self, plan):
-        self.key = plan.indices.dtype.char
-        self.giants, self.longest = (), plan.nnz
-        if plan.nnz > 2 * SPLIT:
-            self.longest = 2 * SPLIT
-            rows = np.flatnonzero(np.diff(plan.indptr) > self.longest)
-            self.giants = [(i, *_pieces(plan, i)) for i in rows]
-        plan.derived = self
-
-
-def _pieces(plan, i):
-    """Row i as a matrix of its own, of SPLIT entries a row; and its slice of the entries."""
-    entries = slice(plan.indptr[i], plan.indptr[i + 1])
-    n = entries.stop - entries.start
-    ptr = np.append(np.arange(0, n, SPLIT, plan.indptr.dtype), n).astype(plan.indptr.dtype)
-    return Plan(ptr, plan.indices[entries], plan.n_cols), entries
+def _giants(plan):
+    """The rows to sum in pieces: the number of each, and a plan of the pieces as rows."""
+    if plan.derived is None:
+        plan.derived = []
+        for i in np.flatnonzero(np.diff(plan.indptr) > 2 * SPLIT):
+            start, end = plan.indptr[i : i + 2]
+            ptr = np.append(np.arange(0, end - start, SPLIT), end - start)
+            perm = np.arange(start, end) if plan.perm is None else plan.perm[start:end]
+            ptr, perm = ptr.astype(plan.indptr.dtype), perm.astype(plan.indptr.dtype)
+            plan.derived.append((i, Plan(ptr, plan.indices[start:end], plan.n_cols, perm)))
+    return plan.derived
 
 
 def contiguous(x):
     """See reference."""
-    flags = x.flags.num
-    if flags & 0x101 == 0x101 and x.dtype.isnative and type(x) is np.ndarray:  # C order, aligned
-        return x
-    if x.ndim == 2 and x.size > 4096 and x.strides[0] == x.itemsize and _plain(x):
+    if x.flags.num & 0x101 == 0x101 and x.dtype.isnative and type(x) is np.ndarray:
+        return x  # in C order and aligned
+    if x.ndim == 2 and x.size > 4096 and _readable(x):
         return _panels(x, x.shape[1])[0]
     out = empty(x.shape, x.dtype.newbyteorder("="))
     out[...] = x
     return out
 
 
-def _plain(x):
-    """Whether kernels can read x where its strides allow it."""
-    return x.flags.aligned and x.dtype.isnative and x.dtype.char in "fd"
+def _readable(x):
+    """Whether `_copy` can read x as it is."""
+    plain = x.flags.aligned and x.dtype.isnative and x.dtype.char in "fd"
+    return plain and x.itemsize in x.strides
 
 
 def _panels(x, m):
     """x in C order, cut into panels of m columns: an array of shape (panels, len(x), m)."""
-    if x.itemsize not in x.strides or not _plain(x):
-        x = contiguous(x)
-    out = empty((-(-x.shape[1] // m), len(x), m), x.dtype)
+    out = empty((x.shape[1] // m, len(x), m), x.dtype)
     _COPY(x.dtype.char, 32 * x.size, out, x.view(np.ndarray))
     return out
 
 
-def _cut(plan, x):
-    """Return the parts of x to multiply one after the other, as pairs (first column, part).
+def _parts(plan, x):
+    """Yield the parts of x to multiply one after the other, as pairs (first column, part).
 
     Narrow panels pay where x is too large for the core's own cache, a panel is not, and a row of
     x is needed often enough to be worth the copy. Else x is one part.
     """
-    m = 256 // x.itemsize
-    whole = x.shape[1] // m * m
-    if (
-        whole <= m
-        or x.nbytes <= CACHE // 2
-        or len(x) * 256 > CACHE * 3 // 4
-        or plan.nnz < 16 * len(x)
-    ):
-        return [(0, contiguous(x))]
-    parts = [(n * m, panel) for n, panel in enumerate(_panels(x[:, :whole], m))]
-    if whole < x.shape[1]:
-        parts.append((whole, contiguous(x[:, whole:])))
-    return parts
+    (n, k), m = x.shape, 256 // x.itemsize
+    whole = k // m * m
+    pays = x.nbytes > CACHE // 2 and n * 256 <= CACHE * 3 // 4 and plan.nnz >= 16 * n
+    if not pays or whole <= m:
+        yield 0, contiguous(x)
+        return
+    x = x if _readable(x) else contiguous(x)
+    yield from zip(range(0, whole, m), _panels(x[:, :whole], m), strict=True)
+    if whole < k:
+        yield whole, contiguous(x[:, whole:])
 
 
 def spmm(plan, values, x):
     """See reference."""
     if x.ndim == 1:
         return spmm(plan, values, x[:, None]).reshape(-1)
-    derived = plan.derived or _Derived(plan)
-    perm, values, k = plan.perm, contiguous(values), x.shape[1]
-    out = empty((plan.n_rows, k), x.dtype)
-    if perm is not None and k * x.itemsize > 256:  # several passes over a row: permute once
-        values, perm = gather(values, perm), None
-    permuted = perm is not None
-    key = x.dtype.char + derived.key
-    for column, part in _cut(plan, x):
+    key = x.dtype.char + plan.indices.dtype.char
+    out = empty((plan.n_rows, x.shape[1]), x.dtype)
+    none = plan.indices[:0]
+    perm, ordered = none if plan.perm is None else plan.perm, contiguous(values)
+    if len(perm) and x.shape[1] * x.itemsize > 256:  # several passes over a row: permute once
+        perm, ordered = none, gather(ordered, perm)
+    for column, part in _parts(plan, x):
         work = (plan.nnz + plan.n_rows) * (part.shape[1] + 16)
-        arrays = out, values, perm if permuted else plan.indices, part, plan.indptr, plan.indices
-        _SPMM(key, work, *arrays, permuted, column, derived.longest, _ahead(part))
-    for i, pieces, entries in derived.giants:  # at most nnz / SPLIT of them
-        of_row = gather(values, perm[entries]) if permuted else values[entries]
-        sums = spmm(pieces, of_row, x)
-        row = out[i]
-        row[...] = sums[0]
-        for piece in sums[1:]:
-            row += piece
+        arrays = out, ordered, perm, part, plan.indptr, plan.indices
+        _SPMM(key, work, *arrays, column, 2 * SPLIT, _ahead(part))
+    for i, pieces in _giants(plan):
+        out[i] = spmm(pieces, values, x).sum(0)
     return out
 
 
@@ -888,18 +739,17 @@ def sddmm(plan, u, v):
     """See reference."""
     if u.ndim == 1:
         u, v = u[:, None], v[:, None]
-    derived = plan.derived or _Derived(plan)
-    u, perm = contiguous(u), plan.perm
+    key = u.dtype.char + plan.indices.dtype.char
     out = empty((plan.nnz,), u.dtype)
     if u.shape[1] == 0:
         out[...] = 0
         return out
-    permuted = perm is not None
-    key = u.dtype.char + derived.key
-    for column, part in _cut(plan, v):
+    u = contiguous(u)
+    for column, part in _parts(plan, v):
         work = plan.nnz * (part.shape[1] + 16)
-        arrays = out, perm if permuted else plan.indices, u, part, plan.indptr, plan.indices
-        _SDDMM(key, work, *arrays, permuted, column, column > 0, _ahead(part))
+        _SDDMM(key, work, out, u, part, plan.indptr, plan.indices, column, _ahead(part))
+    if plan.perm is not None:
+        out[plan.perm] = out.copy()
     return out
 
 
@@ -926,15 +776,15 @@ def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0, first=Fal
     """See reference."""
     p, g = p.reshape(-1), contiguous(g).reshape(-1)
     buf = p[:0] if buf is None else buf.reshape(-1)
-    scalars = float(lr), float(momentum), bool(nesterov), float(weight_decay), bool(first)
+    scalars = float(lr), float(momentum), float(weight_decay), bool(nesterov), bool(first)
     _SGD(p.dtype.char, 8 * p.size, p, buf, g, *scalars)
 
 
 def adam(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False):
     """See reference."""
-    scalars = adam_scalars(step, lr, beta1, beta2, eps, weight_decay, decoupled)
+    scalars = adam_scalars(float, step, lr, beta1, beta2, eps, weight_decay, decoupled)
     arrays = p.reshape(-1), m.reshape(-1), v.reshape(-1), contiguous(g).reshape(-1)
-    _ADAM(p.dtype.char, 16 * p.size, *arrays, *map(float, scalars))
+    _ADAM(p.dtype.char, 16 * p.size, *arrays, *scalars)
 
 
 def warmup(dtypes):
@@ -949,7 +799,7 @@ def warmup(dtypes):
         segment_sum(row, plan.indptr, plan.indices)
         sgd(row, row.copy(), None, 0.1)
         adam(row, row.copy(), row.copy(), row.copy(), 1, 0.1, 0.9, 0.99, 1e-8)
-        _panels(x, 1)
+        contiguous(np.ones((64, 65), dtype).T)
     if not _forked:
         for kernel in _KERNELS:
             for key in list(kernel.serial):

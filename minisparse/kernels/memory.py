@@ -39,36 +39,30 @@ class _Pool:
 
     def take(self, size):
         """Return an idle block of exactly `size` bytes, or None."""
-        if not self.lock.acquire(blocking=False):
-            return None
-        try:
-            blocks = self.idle.get(size)
-            if not blocks:
-                return None
-            self.idle_bytes -= size
-            return blocks.pop()
-        finally:
-            self.lock.release()
+        if self.lock.acquire(blocking=False):
+            try:
+                if self.idle.get(size):
+                    self.idle_bytes -= size
+                    return self.idle[size].pop()
+            finally:
+                self.lock.release()
 
     def put(self, size, block):
         """Keep `block` for later, dropping the oldest ones where they are too many."""
-        if size > MAX_IDLE_BYTES or not self.lock.acquire(blocking=False):
-            return
-        dropped = []  # freed after the lock is released
-        try:
-            blocks = self.idle.pop(size, None) or []
-            blocks.append(block)
-            self.idle[size] = blocks
-            self.idle_bytes += size
-            while self.idle_bytes > MAX_IDLE_BYTES:
-                oldest = next(iter(self.idle))
-                if self.idle[oldest]:
-                    dropped.append(self.idle[oldest].pop(0))
-                    self.idle_bytes -= oldest
-                else:
-                    del self.idle[oldest]
-        finally:
-            self.lock.release()
+        if size <= MAX_IDLE_BYTES and self.lock.acquire(blocking=False):
+            try:
+                self.idle[size] = blocks = self.idle.pop(size, [])  # now the last of the sizes
+                blocks.append(block)
+                self.idle_bytes += size
+                while self.idle_bytes > MAX_IDLE_BYTES:
+                    oldest = next(iter(self.idle))
+                    if self.idle[oldest]:
+                        del self.idle[oldest][0]
+                        self.idle_bytes -= oldest
+                    else:
+                        del self.idle[oldest]
+            finally:
+                self.lock.release()
 
 
 _pool = _Pool()
@@ -87,12 +81,8 @@ class _Block:
             memory = np.empty(size + ALIGN, np.uint8)
             block = memory, -(-memory.ctypes.data // ALIGN) * ALIGN
         self._block, self._size, self._put = block, size, _pool.put
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": shape,
-            "typestr": dtype.str,
-            "data": (block[1], False),
-        }
+        interface = {"version": 3, "shape": shape, "typestr": dtype.str, "data": (block[1], False)}
+        self.__array_interface__ = interface
 
     def __del__(self):
         self._put(self._size, self._block)

@@ -161,22 +161,15 @@ def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0, first=Fal
         p[at] = p[at] - lr * d
 
 
-def adam_scalars(step, lr, beta1, beta2, eps, weight_decay, decoupled):
-    """Return the numbers of one Adam step that do not depend on the element, as floats.
+def adam_scalars(scalar, step, lr, beta1, beta2, eps, weight_decay, decoupled):
+    """Return the numbers of one Adam step that do not depend on the element, as `scalar`.
 
     They are: beta2, 1 - beta1, 1 - beta2, the step size lr / (1 - beta1**step),
     sqrt(1 - beta2**step), eps, the L2 weight decay, and the factor of decoupled decay.
     """
-    return (
-        beta2,
-        1 - beta1,
-        1 - beta2,
-        lr / (1 - beta1**step),
-        math.sqrt(1 - beta2**step),
-        eps,
-        0.0 if decoupled else weight_decay,
-        1 - lr * weight_decay if decoupled else 1.0,
-    )
+    size, root = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
+    decay, keep = (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
+    return map(scalar, (beta2, 1 - beta1, 1 - beta2, size, root, eps, decay, keep))
 
 
 def adam(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False):
@@ -207,9 +200,8 @@ def adam(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=Fa
     Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015. Loshchilov and Hutter,
     "Decoupled weight decay regularization", ICLR 2019.
     """
-    beta2, from_g, from_g2, size, root, eps, decay, keep = (
-        p.dtype.type(s) for s in adam_scalars(step, lr, beta1, beta2, eps, weight_decay, decoupled)
-    )
+    scalars = adam_scalars(p.dtype.type, step, lr, beta1, beta2, eps, weight_decay, decoupled)
+    beta2, from_g, from_g2, size, root, eps, decay, keep = scalars
     for at in np.ndindex(p.shape):
         w, d = p[at] * keep, g[at]
         if decay != 0:
