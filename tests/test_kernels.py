@@ -155,9 +155,7 @@ def test_gather_copies_bits():
     [
         {"lr": 0.1},
         {"lr": 0.1, "weight_decay": 0.01},
-        {"lr": 0.1, "momentum": 0.9, "first": True},
         {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
-        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "first": True},
         {"lr": 0.1, "momentum": 0.9, "nesterov": True},
     ],
 )

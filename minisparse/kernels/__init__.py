@@ -85,8 +85,8 @@ def segment_sum(x, indptr, order):
     return _kernels(x).segment_sum(x, indptr, order)
 
 
-def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0, first=False):
-    _kernels(p).sgd(p, g, buf, lr, momentum, nesterov, weight_decay, first)
+def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0):
+    _kernels(p).sgd(p, g, buf, lr, momentum, nesterov, weight_decay)
 
 
 def adam(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False):

@@ -445,7 +445,7 @@ def _segment_sum(chunk, chunks, out, x, ptr, order):
 
 
 @body
-def _sgd(chunk, chunks, p, buf, g, lr, momentum, weight_decay, nesterov, first):
+def _sgd(chunk, chunks, p, buf, g, lr, momentum, weight_decay, nesterov):
     """An empty `buf` stands for none."""
     scalar = p.dtype.type
     lr, momentum, weight_decay = scalar(lr), scalar(momentum), scalar(weight_decay)
@@ -457,7 +457,7 @@ def _sgd(chunk, chunks, p, buf, g, lr, momentum, weight_decay, nesterov, first):
         if weight_decay != 0:
             d += weight_decay * w
         if buffered:
-            mean = d if first else momentum * get(buf, e) + d
+            mean = momentum * get(buf, e) + d
             put(buf, e, mean)
             d = d + momentum * mean if nesterov else mean
         put(p, e, w - lr * d)
@@ -772,11 +772,11 @@ def segment_sum(x, indptr, order):
     return out
 
 
-def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0, first=False):
+def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0):
     """See reference."""
     p, g = p.reshape(-1), contiguous(g).reshape(-1)
     buf = p[:0] if buf is None else buf.reshape(-1)
-    scalars = float(lr), float(momentum), float(weight_decay), bool(nesterov), bool(first)
+    scalars = float(lr), float(momentum), float(weight_decay), bool(nesterov)
     _SGD(p.dtype.char, 8 * p.size, p, buf, g, *scalars)
 
 

@@ -128,7 +128,7 @@ def segment_sum(x, indptr, order):
     return out
 
 
-def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0, first=False):
+def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0):
     """One step of stochastic gradient descent, in place: p -= lr d.
 
     Parameters
@@ -138,11 +138,9 @@ def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0, first=Fal
     g : ndarray like p
         The gradient.
     buf : ndarray like p, or None
-        The running mean of gradients, changed in place; None where momentum is 0.
+        The running sum of gradients, changed in place, zeros at first; None where momentum is 0.
     lr, momentum, weight_decay : float
     nesterov : bool
-    first : bool
-        True in the first step: `buf` then starts as a copy of the gradient.
 
     Notes
     -----
@@ -156,7 +154,7 @@ def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0, first=Fal
         if weight_decay != 0:
             d = d + weight_decay * p[at]
         if buf is not None:
-            buf[at] = d if first else momentum * buf[at] + d
+            buf[at] = momentum * buf[at] + d
             d = d + momentum * buf[at] if nesterov else buf[at]
         p[at] = p[at] - lr * d
 
