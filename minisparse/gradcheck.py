@@ -45,9 +45,10 @@ def gradcheck(f, inputs, *, order=1, eps=None, rtol=None, atol=None, rng=0) -> b
 
     Notes
     -----
-    The cotangent also comes sliced, transposed, reversed, read-only and with stride 0, as it may in
-    a real graph; a rule that gives something else then is reported.  Cost: two calls of `f` for
-    each number in the inputs.
+    The numbers compared are derivatives of ``sum(c * f(...))`` with a random cotangent c.  A rule
+    is also asked for each gradient alone, and for cotangents that are opposite, sliced, transposed,
+    reversed, read-only and of stride 0, as they may be in a real graph; a rule that gives something
+    else then is reported.  Cost: two calls of `f` for each number in the inputs.
 
     Examples
     --------
@@ -59,7 +60,7 @@ def gradcheck(f, inputs, *, order=1, eps=None, rtol=None, atol=None, rng=0) -> b
     rtol, atol = 1e-5 if rtol is None else rtol, 1e-8 if atol is None else atol
     if order < 1 or not eps > 0:
         raise ValueError(f"gradcheck: order={order} and eps={eps} must be positive")
-    single = isinstance(inputs, (Tensor, SparseTensor, np.ndarray))
+    single = isinstance(inputs, (Tensor, SparseTensor, np.ndarray, np.generic))
     inputs = [inputs] if single else list(inputs)
     if not inputs:
         raise ValueError("gradcheck: no inputs, so there is nothing to check")
@@ -81,7 +82,7 @@ def _numbers(i, x):
     """Return a copy of the numbers of an input that are moved."""
     if isinstance(x, SparseTensor):
         x = x.free if isinstance(x, SparseParameter) else x.values
-    if not isinstance(x, (Tensor, np.ndarray)):
+    if not isinstance(x, (Tensor, np.ndarray, np.generic)):
         raise TypeError(f"gradcheck: input {i} is a {type(x).__name__}, not a Tensor")
     numbers = np.array(raw(x))
     if numbers.dtype != np.float64:
@@ -139,6 +140,7 @@ def _check_once(run, points, eps, rtol, atol, rng, name):
         np.asarray(rng.choice([-1, 1], y.shape) * rng.uniform(0.5, 1.5, y.shape)) for y in outputs
     ]
     gradients = _pull_back(leaves, outputs, cotangents)
+    _check_alone(leaves, outputs, cotangents, gradients, name)
     _check_layouts(leaves, outputs, cotangents, name)
     c, at_point = _joined(cotangents), _joined(outputs)
     sizes, reach = np.abs(c * at_point), np.max(np.abs(at_point), initial=0.0)
@@ -155,25 +157,29 @@ def _check_once(run, points, eps, rtol, atol, rng, name):
         quotient = c @ (above - below) / (up - down)
         gap = c @ ((above - at_point) / up - (below - at_point) / down)
         moving = np.sum(sizes, where=above != below) or np.sum(sizes)
-        return quotient, gap, 64 * np.finfo(float).eps * moving / step
+        return quotient, gap, 16 * np.finfo(float).eps * moving / step
 
     for i, index in ((i, index) for i, p in enumerate(points) for index in np.ndindex(p.shape)):
         got, at = gradients[i][index], abs(points[i][index])
         # Where x is small or f curved, a smaller step is needed; a kink stays at any step.
         smaller = 2 + (math.ceil(-math.log(at, 16)) if 0 < at < 1 else 0)
-        gap, first_noise = 0.0, np.inf
+        gap = error = 0.0
+        first_noise = np.inf
         for step in (eps * max(1.0, at) / 16**n for n in range(min(smaller, 12) + 1)):
-            before = gap
+            before, error_before = gap, error
             quotient, gap, noise = differences(i, index, step)
+            error = abs(got - quotient)
             scale = max(abs(quotient), min(1.0, reach))
             smooth = abs(gap) <= 1e-4 * scale + noise or abs(gap) <= abs(before) / 4
             first_noise = min(first_noise, noise)
-            noise = min(noise, max(first_noise, 1e-3 * abs(quotient)))
+            noise = min(noise, max(first_noise, rtol * abs(quotient)))
             tolerance = atol * min(1.0, scale) + rtol * abs(quotient) + noise
-            if smooth and abs(got - quotient) <= tolerance < np.inf:
+            # What the step leaves out shrinks with its square; an error of the rule does not.
+            if smooth and (error <= tolerance < np.inf or error < error_before / 64):
                 break
         else:
-            wrong = f"the rule gives {got:.10g}, differences give {quotient:.10g}"
+            weighted = "of the outputs times a random cotangent"
+            wrong = f"the rule gives {got:.10g}, differences give {quotient:.10g}, {weighted}"
             if not np.isfinite(quotient):
                 wrong = f"f is not finite a step of {step:.1e} away"
             elif not smooth:
@@ -181,6 +187,26 @@ def _check_once(run, points, eps, rtol, atol, rng, name):
                 wrong = f"a kink: differences to the left and right are {apart}"
             raise GradcheckError(f"{name} of input {i} at index {index}: {wrong}")
     return cotangents
+
+
+def _check_alone(leaves, outputs, cotangents, gradients, name):
+    """Ask for one gradient at a time, and for the opposite cotangent: rules are linear in it."""
+    opposite = _pull_back(leaves, outputs, [-c for c in cotangents])
+    for i, leaf in enumerate(leaves):
+        alone = _pull_back([leaf], outputs, cotangents)[0]
+        for got, expected, when in (
+            (alone, gradients[i], "when no other gradient is asked for"),
+            (-opposite[i], gradients[i], "for the opposite cotangent, turned around"),
+        ):
+            _compare(got, expected, f"{name} of input {i}", when, "otherwise")
+
+
+def _compare(got, expected, name, when, otherwise):
+    size = np.max(np.abs(expected), initial=1.0)
+    if not np.allclose(got, expected, rtol=1e-9, atol=1e-12 * size, equal_nan=True):
+        at = tuple(map(int, np.unravel_index(np.argmax(np.abs(got - expected)), got.shape)))
+        numbers = f"{got[at]:.10g} {when}, {expected[at]:.10g} {otherwise}"
+        raise GradcheckError(f"{name} at index {at}: the rule gives {numbers}")
 
 
 def _joined(parts):
@@ -194,12 +220,8 @@ def _check_layouts(leaves, outputs, cotangents, name):
         got = _pull_back(leaves, outputs, given)
         expected = _pull_back(leaves, outputs, [np.array(c, order="C") for c in given])
         for i, (a, b) in enumerate(zip(got, expected, strict=True)):
-            if not np.allclose(a, b, rtol=1e-9, atol=1e-12 * np.max(np.abs(b), initial=1.0)):
-                at = tuple(map(int, np.unravel_index(np.argmax(np.abs(a - b)), a.shape)))
-                raise GradcheckError(
-                    f"{name} of input {i} at index {at}: the rule gives {a[at]:.10g} for a "
-                    f"cotangent {layout}, {b[at]:.10g} for a contiguous one: it ignores the layout"
-                )
+            otherwise = "for a contiguous one: it ignores the layout, or writes into it"
+            _compare(a, b, f"{name} of input {i}", f"for a cotangent {layout}", otherwise)
 
 
 def _sliced(c):

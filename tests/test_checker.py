@@ -239,3 +239,28 @@ def test_same_call_same_verdict():
             ms.gradcheck(f, ms.tensor([0.5, 1.0]))
         messages.add(str(caught.value))
     assert len(messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (lambda g, need, x, y: (g * y, g * x * (1 if all(need) else 2)), "no other gradient"),
+        (lambda g, need, x, y: (abs(g) * y, g * x), "opposite cotangent"),
+        (lambda g, need, x, y: (g * y * np.nan, g * x), "the rule gives nan"),
+        (lambda g, need, x, y: (g * y * 1.001, g * x), "the rule gives"),
+    ],
+)
+def test_more_wrong_rules(rule, message):
+    f = with_rule(lambda x, y: x * y, rule)
+    for x in (np.array(1e-3), np.array([1e-3, 2.0])):
+        with pytest.raises(ms.GradcheckError, match=message):
+            ms.gradcheck(f, [x, x + 1.0])
+
+
+def test_truncation_is_no_error():
+    assert ms.gradcheck(lambda x: x**3, [np.zeros(3)], order=2)
+    assert ms.gradcheck(lambda x: ms.sin(1e6 * x), [np.array([0.3, -0.2])])
+    assert ms.gradcheck(ms.std, np.random.default_rng(0).normal(size=5) + 1e6)
+    f = with_rule(lambda x: x + 1e9, lambda g, need: 2 * g)
+    with pytest.raises(ms.GradcheckError):
+        ms.gradcheck(f, np.array([0.5]))
