@@ -17,11 +17,13 @@ import minisparse as ms
 def recover(title, truth, W, trained):
     """Fit W to the data of `truth`; `trained` marks the positions that may change."""
     x = np.random.default_rng(0).normal(size=(truth.shape[1], 4 * truth.shape[1]))
+    steps = 1500 + 50 * truth.shape[1]
     y = truth @ x
     before = W.to_scipy().toarray()
 
     optimizer = ms.optim.Adam([W], lr=0.1)
-    for optimizer.param_groups[0]["lr"] in np.geomspace(0.1, 1e-6, 2000):
+    for lr in np.geomspace(0.1, 1e-6, steps):
+        optimizer.param_groups[0]["lr"] = lr
         optimizer.zero_grad()
         ms.nn.mse_loss(W @ x, y).backward()
         optimizer.step()

@@ -1,4 +1,18 @@
-"""minisparse: a small sparse autodiff engine for fixed sparse connectivity on a CPU."""
+"""minisparse: a small sparse autodiff engine for fixed sparse connectivity on a CPU.
+
+Where to look:
+
+- ``Pattern``, ``SparseParameter``, ``SparseTensor``: which entries exist, which are trained;
+- ``tensor``, ``grad``, ``no_grad``, ``Tensor.backward``: differentiation; ``primitive``: your own;
+- ``matmul``, ``multiply``, ``sddmm``: products with sparse factors;
+- the operations, by NumPy's names: arithmetic (``add`` ... ``power``), ``exp log sqrt sin tanh``
+  and their kin, activations (``relu gelu sigmoid softplus``), ``where clip maximum minimum``,
+  reductions (``sum mean var std max min norm logsumexp softmax``), shapes and indexing (``reshape
+  transpose concatenate stack split take getitem index_add``);
+- ``nn``: layers, losses, mini-batches; ``optim``: SGD, Adam, AdamW;
+- ``gradcheck``, and ``minisparse.testing`` (not imported here): checks of your own code;
+- ``set_num_threads``, ``backend``, ``warmup``, ``show_config``: how it runs.
+"""
 
 from . import nn, optim
 from .engine import Tensor, grad, is_grad_enabled, no_grad, primitive, tensor

@@ -34,6 +34,7 @@ else:
 _mode: contextvars.ContextVar[tuple] = contextvars.ContextVar("grad_mode", default=(True, None))
 _counter = itertools.count()
 _FREED = object()
+PIECEWISE = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
 _UNWATCHED = [0]  # the version of plain arrays, which may change unseen
 
 
@@ -66,7 +67,7 @@ class no_grad(contextlib.ContextDecorator):  # noqa: N801 - a function to its us
         _mode.set(_mode.get()[1])
 
     def __call__(self, function):
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        if any(runs_piecewise(function) for runs_piecewise in PIECEWISE):
             raise TypeError("no_grad decorates plain functions; use `with ms.no_grad():` inside")
         return super().__call__(function)
 
@@ -115,7 +116,7 @@ class Tensor(_Base):
     data : ndarray
         Read-only view of the numbers.  Assigning copies new numbers in, in place.
     grad : ndarray or None
-        Filled on leaves by :meth:`backward`: same shape and dtype, shares memory with nothing.
+        Filled on leaves by :meth:`backward`: same shape and dtype, in memory of its own.
     requires_grad : bool
         Whether gradients flow to it.  May be set on leaves only.
 
@@ -125,7 +126,6 @@ class Tensor(_Base):
     """
 
     __slots__ = ("__weakref__", "_array", "_grad", "_node", "_requires_grad", "_version")
-    __hash__ = object.__hash__
 
     def __init__(self, array, requires_grad=False, node=None, version=None):
         self._array = array  # as it is: `tensor` copies and checks
@@ -151,20 +151,20 @@ class Tensor(_Base):
         self._array[key] = as_operand(raw(value), self.dtype, "data")
         self._version[0] += 1
 
-    grad = property(attrgetter("_grad"))
+    grad = property(attrgetter("_grad"), doc="The gradient of a leaf, or None.")
 
     @grad.setter
     def grad(self, value):
         if value is not None:
             if self._node is not None:
                 raise ValueError("only leaves have a .grad; this is the result of an operation")
-            if not hasattr(value, "to_dense"):
+            if not hasattr(value, "to_dense") or hasattr(value, "__tensor__"):
                 value = as_operand(raw(value), self.dtype, "grad")
             if value.shape != self.shape:
                 raise ValueError(f"grad of shape {value.shape} for a Tensor of shape {self.shape}")
         self._grad = value
 
-    requires_grad = property(attrgetter("_requires_grad"))
+    requires_grad = property(attrgetter("_requires_grad"), doc="Do gradients flow to it?")
 
     @requires_grad.setter
     def requires_grad(self, value):
@@ -172,10 +172,10 @@ class Tensor(_Base):
             raise RuntimeError("requires_grad can be set on leaves only; use .detach()")
         self._requires_grad = bool(value)
 
-    shape = property(attrgetter("_array.shape"))
-    ndim = property(attrgetter("_array.ndim"))
-    size = property(attrgetter("_array.size"))
-    dtype = property(attrgetter("_array.dtype"))
+    shape = property(attrgetter("_array.shape"), doc="The lengths of the axes, a tuple of int.")
+    ndim = property(attrgetter("_array.ndim"), doc="The number of axes.")
+    size = property(attrgetter("_array.size"), doc="The number of elements.")
+    dtype = property(attrgetter("_array.dtype"), doc="numpy.float32 or numpy.float64.")
 
     def detach(self):
         """Return a Tensor that shares this one's memory and does not require grad."""
@@ -196,6 +196,8 @@ class Tensor(_Base):
         RuntimeError
             If it does not require grad, if `gradient` is missing, if the graph was freed, or if a
             saved Tensor was changed in place.  Nothing has changed then.
+        ValueError, TypeError
+            If `gradient` has another shape, or holds no real numbers.
         """
         if not self._requires_grad:
             raise RuntimeError("backward: this Tensor does not require grad")
@@ -251,7 +253,7 @@ class Node:
     ----------
     op : _Op
         Which primitive ran.
-    parents : tuple of (Node, Tensor or None)
+    parents : list of (Node, Tensor or None)
         The edge of each operand: the node that made it, the leaf it is, None for a constant.
     saved : list
         What the rule asked for, in the order of its parameters.
@@ -270,14 +272,14 @@ class _Op:
     """What a primitive knows of its own signature and of its rule's."""
 
     def __init__(self, function):
-        self.name = function.__name__
+        self.name = function.__name__.strip("_")
         self.rule = None
         self.wants: list = []  # (kind, which, gradient served or None)
         params = list(inspect.signature(function).parameters.values())
         arrays = [p for p in params if p.kind is not p.KEYWORD_ONLY]
         self.arrays = [p.name for p in arrays]
         self.variadic = [p.kind for p in arrays] == [inspect.Parameter.VAR_POSITIONAL]
-        # What a rule may ask for: (kind, operand's number or structure's default).
+        # What a rule may ask for: (kind, number of the operand or parameter of the structure).
         self.offers: dict = {"out": ("out", None)}
         for i, name in enumerate(self.arrays):
             self.offers |= {name: ("x", i), f"{name}_shape": ("shape", i)}
@@ -312,10 +314,19 @@ def primitive(function):
     Positional parameters are arrays and differentiable; keyword-only parameters are structure and
     are not.  On plain arrays the result is just `function`'s; a Tensor among the operands makes the
     result a Tensor, recorded if recording is on and an operand requires grad.  The rule is added
-    by ``.vjp``: a function ``(g, need, ...)`` returning one gradient (or None) per operand, as a
-    tuple; one operand's may come bare.  What else it names is kept for it, and nothing more: an
-    operand's name, ``<name>_shape``, ``out`` (the result), a keyword.  ``.vjp(x=1)`` says that `x`
-    serves only the gradient of operand 1, and need not be kept if that is a constant.
+    by ``.vjp``, as a decorator or a call.
+
+    A rule is a function ``(g, need, ...)``: `g` is the gradient of a scalar with respect to the
+    result, `need` a list with a bool for each operand: whether its gradient is asked for.  It
+    returns a tuple of one gradient (or None) per operand; that of a single one may come bare.
+    Whatever else it names is kept for it, and nothing more: an operand's name,
+    ``<name>_shape``, ``out`` (the result), a keyword.  ``.vjp(x=1)`` says that `x` serves only the
+    gradient of operand 1, so that it need not be kept where that is a constant.
+
+    Called by ``backward``, `g` and the rest are arrays; called under ``create_graph=True`` they are
+    Tensors, and what is computed of them by primitives is recorded: that is how higher orders
+    come about, and why a rule uses ``ms.cos(x)``, not ``np.cos(x.data)``.  A rule does not write
+    into what it was given, and returns new arrays, `g`, or views of what it was given.
 
     Raises
     ------
@@ -338,6 +349,18 @@ def primitive(function):
     array(12.)
     >>> cube(np.array([1.0, 2.0]))
     array([1., 8.])
+
+    Two operands and a keyword; each operand serves the gradient of the other:
+
+    >>> @ms.primitive
+    ... def scaled_product(x, y, *, scale=1.0):
+    ...     return scale * x * y
+    >>> @scaled_product.vjp(x=1, y=0)
+    ... def _(g, need, x, y, scale):
+    ...     return scale * g * y if need[0] else None, scale * g * x if need[1] else None
+    >>> y = ms.tensor(5.0, requires_grad=True)
+    >>> ms.grad(scaled_product(3.0, y, scale=2.0), y)
+    array(6.)
     """
     op = _Op(function)
     n_arrays = None if op.variadic else len(op.arrays)
@@ -346,8 +369,9 @@ def primitive(function):
     def apply(*args, **kwargs):
         if len(args) != n_arrays and n_arrays is not None:
             args, kwargs = op.rebind(args, kwargs)
-        if kwargs and any(isinstance(value, Tensor) for value in kwargs.values()):
-            raise TypeError(f"{op.name}: {', '.join(kwargs)} are structure and take no Tensor")
+        wrong = kwargs and [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+        if wrong:
+            raise TypeError(f"{op.name}: {', '.join(wrong)} is structure and cannot be a Tensor")
         for a in args:
             if isinstance(a, Tensor):
                 dtype = a._array.dtype
@@ -370,8 +394,8 @@ def primitive(function):
             parents.append(edge)
         out = function(*arrays, **kwargs)
         out = out if isinstance(out, np.ndarray) else np.asarray(out)
-        if out.dtype != dtype and op.name != "astype":
-            out = as_operand(out, dtype, f"the result of {op.name}")
+        if out.dtype != dtype:  # only a keyword `dtype` lets a primitive change it
+            out = as_operand(out, kwargs.get("dtype", dtype), f"the result of {op.name}")
         own = out.base is None and out is not arrays[0] and out is not arrays[-1]
         version = [0] if own and len(arrays) < 3 else _version_of(out, args)
         if not recorded:
@@ -405,7 +429,7 @@ def primitive(function):
         op.define(rule, serves)
         return rule
 
-    apply.vjp = vjp  # type: ignore[attr-defined]
+    apply.vjp = vjp
     return apply
 
 
@@ -462,6 +486,8 @@ def grad(output, inputs, grad_output=None, *, create_graph=False, retain_graph=N
     ------
     ValueError
         If an input does not require grad.
+    TypeError
+        If `output` or an input is no Tensor.
     RuntimeError
         As :meth:`Tensor.backward`.
 
@@ -492,7 +518,7 @@ def grad(output, inputs, grad_output=None, *, create_graph=False, retain_graph=N
         found, owned = _walk(root, seed, set(edges), create_graph, retain)
 
     def result(t, edge):
-        g = found.get(edge, np.zeros_like(t._array))
+        g = found[edge] if edge in found else np.zeros_like(t._array)
         g = g.to_dense() if hasattr(g, "to_dense") else g
         if isinstance(g, Tensor):
             return g
@@ -548,13 +574,12 @@ def _walk(root, seed, targets, create_graph, retain):
             for edge, needed, r in zip(node.parents, need, results, strict=True):
                 if not needed or r is None:
                     continue
-                leaf = type(edge) is Tensor
                 if type(r) is not expected or r.shape != edge.shape or r.dtype != edge.dtype:
-                    r = _checked(r, edge, leaf, node.op.name)
+                    r = _checked(r, edge, node.op.name)
                 old = grads.get(edge)
                 if old is None:
                     grads[edge] = r
-                    if leaf and _is_new(r, g, saved, results):
+                    if type(edge) is Tensor and _is_new(r, g, saved, results):
                         owned.add(edge)
                 elif edge in owned and type(old) is type(r) is np.ndarray:
                     np.add(old, r, out=old)
@@ -562,7 +587,7 @@ def _walk(root, seed, targets, create_graph, retain):
                     total = old + r
                     grads[edge] = np.asarray(total) if isinstance(total, np.generic) else total
                     owned.add(edge)
-            if not retain and node.guards:
+            if not retain and node.guards:  # what keeps no operand stays, and can be walked again
                 node.saved = _FREED
     return grads, owned
 
@@ -603,9 +628,11 @@ def _as_tensors(node):
     versions = (version for version, _, _ in node.guards)
 
     def attach(array, edge):
-        version = next(versions)
-        if type(edge) is Tensor or (edge is None and version is _UNWATCHED):
-            return array if edge is None else edge
+        version = next(versions)  # guards stand in the order of what was saved
+        if type(edge) is Tensor:
+            return edge
+        if edge is None and version is _UNWATCHED:
+            return array
         return Tensor(array, edge is not None, edge, version)
 
     saved = list(node.saved)
@@ -617,10 +644,10 @@ def _as_tensors(node):
     return saved
 
 
-def _checked(r, edge, leaf, name):
+def _checked(r, edge, name):
     """Bring what a rule returned to the operand's dtype; a wrong shape is the rule's fault."""
     if hasattr(r, "to_dense"):
-        r = r if leaf else r.to_dense()
+        r = r if type(edge) is Tensor else r.to_dense()
     elif not (is_grad_enabled() and isinstance(r, Tensor)):
         r = as_operand(raw(r), edge.dtype, f"the rule of {name}")
     if r.shape != edge.shape:
@@ -630,9 +657,11 @@ def _checked(r, edge, leaf, name):
 
 
 def _is_new(r, g, saved, results):
-    """Tell whether a rule made `r` itself and nobody else can see its memory."""
+    """Tell whether a rule made `r` itself and nobody else can see its memory.
+
+    What is given to and kept by a rule, and its other results, may see it; `r` itself is counted.
+    """
     if type(r) is not np.ndarray or isinstance(r.base, np.ndarray):
         return False
-    lists = [array for group in saved if type(group) is list for array in group]
-    others = [g, *results, *saved, *lists]
+    others = [g, *results, *saved, *(a for s in saved if type(s) is list for a in s)]
     return len([o for o in others if r is o or r is getattr(o, "base", None)]) == 1

@@ -67,8 +67,8 @@ class Module:
         """
         names = set()
         for name, thing in self._walk():
-            leaf = _leaf(thing)
-            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf._node is None:
+            trained = isinstance(thing, Tensor) and thing.requires_grad and thing._node is None
+            if trained or isinstance(thing, SparseParameter):
                 if name in names:
                     raise ValueError(f"{type(self).__name__}: two parameters are called {name!r}")
                 names.add(name)
@@ -121,7 +121,10 @@ class Module:
                 if not isinstance(given, dict) or set(given) != set(mine):
                     raise ValueError(f"{what} needs {sorted(mine)}")
                 if given["pattern"] != p.pattern:
-                    raise PatternMismatchError(f"{what} has {p.pattern}, not {given['pattern']}")
+                    both = " and ".join(
+                        f"{q} {q.digest[:8]}" for q in (p.pattern, given["pattern"])
+                    )
+                    raise PatternMismatchError(f"{what} has another pattern: {both}")
                 for key in set(mine) - {"pattern", "free"}:
                     if not np.array_equal(given[key], mine[key], equal_nan=True):
                         raise ValueError(f"{what} has other {key}")
@@ -212,6 +215,9 @@ class _Affine(Module):
             self.bias = tensor(start, requires_grad=True, dtype=weight.dtype)
 
     def forward(self, x):
+        if np.shape(x)[-1:] != self.weight.shape[1:]:
+            shape, n = np.shape(x), self.weight.shape[1]
+            raise ValueError(f"{type(self).__name__}: x of shape {shape} needs {n} features last")
         y = matmul(x, self.weight.T)
         return y if self.bias is None else y + self.bias
 
@@ -297,6 +303,8 @@ class SparseLinear(_Affine):
         dtype=np.float32,
         rng=None,
     ):
+        if not isinstance(pattern, (Pattern, type(None))):
+            raise TypeError(f"SparseLinear: pattern is a {type(pattern).__name__}, not a Pattern")
         if sum(a is not None for a in (pattern, density, fan_in, weight)) != 1:
             raise ValueError("SparseLinear: give one of pattern, density, fan_in, weight")
         rng, shape = np.random.default_rng(rng), (out_features, in_features)
@@ -333,6 +341,8 @@ class Sequential(Module):
     """
 
     def __init__(self, *modules):
+        if not all(map(callable, modules)):
+            raise TypeError("Sequential: takes modules and functions one by one, not in a list")
         self.modules = list(modules)
 
     def _members(self):
@@ -340,6 +350,9 @@ class Sequential(Module):
 
     def __getitem__(self, i):
         return self.modules[i]
+
+    def __setitem__(self, i, module):
+        self.modules[i] = module
 
     def __len__(self):
         return len(self.modules)

@@ -83,7 +83,7 @@ class Optimizer:
             self._state[p] = self._new_state(p._array)
         return self._state[p]
 
-    def _update(self, p, group):
+    def _update(self, p, array, group):
         raise NotImplementedError
 
     def step(self):
@@ -94,7 +94,10 @@ class Optimizer:
             for p in group["params"]:
                 if p.grad is not None:
                     p._version[0] += 1
-                    self._update(p, group)
+                    in_c_order = kernels.contiguous(p._array)
+                    self._update(p, in_c_order, group)
+                    if in_c_order is not p._array:
+                        p._array[...] = in_c_order
 
     def zero_grad(self):
         """Set the gradient of every parameter to None."""
@@ -119,15 +122,20 @@ class Optimizer:
             If it belongs to another optimizer or to other parameters.  Nothing has changed then.
         """
         name, own = type(self).__name__, _numbered(self.param_groups)
-        if not isinstance(state, dict) or state.get("kind") != name:
+        try:
+            kind, given_groups, given_states = (state[k] for k in ("kind", "groups", "state"))
+            nested = [*given_groups.values(), *given_states.values()]
+        except (TypeError, KeyError, AttributeError):
+            kind, nested = None, []
+        if kind != name or not all(isinstance(part, dict) for part in nested):
             raise ValueError(f"{name}: this is not the state of such an optimizer")
-        if set(state["groups"]) != set(own):
-            raise ValueError(f"{name}: the state has {len(state['groups'])} groups, not {len(own)}")
-        groups = [{**old, **state["groups"][i], "params": old["params"]} for i, old in own.items()]
+        if set(given_groups) != set(own):
+            raise ValueError(f"{name}: the state has {len(given_groups)} groups, not {len(own)}")
+        groups = [{**_options(given_groups[i]), "params": old["params"]} for i, old in own.items()]
         for group in groups:
             self._check(group)
         leaves, loaded = _numbered(self._leaves()), {}
-        for i, given in state["state"].items():
+        for i, given in given_states.items():
             fresh = self._new_state(leaves[i]._array) if i in leaves else None
             if fresh is None or set(fresh) != set(given):
                 raise ValueError(f"{name}: there is no parameter {i} with state {sorted(given)}")
@@ -145,6 +153,10 @@ class Optimizer:
 
 def _numbered(things):
     return {str(i): thing for i, thing in enumerate(things)}
+
+
+def _options(entries):
+    return {k: tuple(v.tolist()) if isinstance(v, np.ndarray) else v for k, v in entries.items()}
 
 
 def _copied(entries):
@@ -197,12 +209,12 @@ class SGD(Optimizer):
             raise ValueError("SGD: nesterov needs a momentum")
 
     def _new_state(self, p):
-        return {"buffer": np.zeros_like(p)}
+        return {"buffer": np.zeros_like(p, order="C")}
 
-    def _update(self, p, group):
+    def _update(self, p, array, group):
         lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
         buffer = self._state_of(p)["buffer"] if momentum else None
-        kernels.sgd(p._array, p.grad, buffer, lr, momentum, group["nesterov"], decay)
+        kernels.sgd(array, p.grad, buffer, lr, momentum, group["nesterov"], decay)
 
 
 class Adam(Optimizer):
@@ -246,14 +258,15 @@ class Adam(Optimizer):
             raise ValueError(f"{type(self).__name__}: betas={betas} must be two numbers in [0, 1)")
 
     def _new_state(self, p):
-        return {"step": 0, "mean": np.zeros_like(p), "mean_square": np.zeros_like(p)}
+        moments = (np.zeros_like(p, order="C") for _ in range(2))
+        return dict(zip(("step", "mean", "mean_square"), (0, *moments), strict=True))
 
-    def _update(self, p, group):
+    def _update(self, p, array, group):
         state = self._state_of(p)
         state["step"] += 1
         lr, betas, eps, decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
         step, mean, square = state["step"], state["mean"], state["mean_square"]
-        kernels.adam(p._array, p.grad, mean, square, step, lr, *betas, eps, decay, self._decoupled)
+        kernels.adam(array, p.grad, mean, square, step, lr, *betas, eps, decay, self._decoupled)
 
 
 class AdamW(Adam):

@@ -87,8 +87,10 @@ class Pattern:
         vars(self).update(shape=shape, nnz=len(indices), indptr=indptr, indices=indices)
         return self
 
-    def __setattr__(self, name, value):
-        raise AttributeError(f"a Pattern is immutable: {name} cannot be set")
+    def __setattr__(self, name, *value):
+        raise AttributeError(f"a Pattern is immutable: {name} cannot be set or deleted")
+
+    __delattr__ = __setattr__
 
     # ------------------------------------------------------------------------------- builders
 
@@ -99,7 +101,9 @@ class Pattern:
 
     @classmethod
     def from_mask(cls, mask):
-        """Return the pattern of the True entries of a 2-D boolean array."""
+        """Return the pattern of the True entries of a 2-D boolean array; a Pattern as it is."""
+        if isinstance(mask, Pattern):
+            return mask
         mask = np.asarray(mask)
         if mask.dtype != bool or mask.ndim != 2:
             raise TypeError(f"from_mask: needs a 2-D boolean array, got {mask.ndim}-D {mask.dtype}")
@@ -126,8 +130,8 @@ class Pattern:
         """Return the band with `lower` diagonals below and `upper` above the main one."""
         shape = n_rows, n_cols = _as_shape(shape)
         rows = np.arange(n_rows)
-        starts = np.clip(rows - operator.index(lower), 0, n_cols)
-        ends = np.clip(rows + operator.index(upper) + 1, 0, n_cols)
+        lower, upper = (np.clip(operator.index(n), -max(shape), max(shape)) for n in (lower, upper))
+        starts, ends = np.clip(rows - lower, 0, n_cols), np.clip(rows + upper + 1, 0, n_cols)
         counts = np.maximum(ends - starts, 0)
         indptr = np.append(0, np.cumsum(counts))
         columns = np.arange(indptr[-1]) - np.repeat(indptr[:-1] - starts, counts)
@@ -203,8 +207,8 @@ class Pattern:
             Rows and columns of the window; it is cut off at the border.  Pixel (r, c) is number
             ``r * width + c``.
         """
-        kernel = np.broadcast_to(kernel, 2)
-        if kernel.min() < 0:
+        kernel = [operator.index(n) for n in np.broadcast_to(kernel, 2)]
+        if min(kernel) < 0:
             raise ValueError(f"Pattern.local: a window of {kernel} must not be negative")
         rows, columns = (
             cls.banded((n, n), k // 2, k - 1 - k // 2).to_scipy().astype(bool)
@@ -377,17 +381,24 @@ def canonical(A):
     -------
     pattern : Pattern
     data : ndarray of shape (nnz,)
-        float32 or float64, a copy; entries given twice have been added.
+        float32, float64, or int64 of integers; a copy; entries given twice have been added.
     as_given : bool
         Whether `A` was canonical CSR already, so that its own order of entries is ours.
     """
     if not sp.issparse(A):
-        raise TypeError(f"needs a SciPy sparse matrix or array, got {type(A).__name__}")
+        raise TypeError(
+            f"needs a SciPy sparse matrix, got {type(A).__name__}: scipy.sparse.csr_array(D) makes "
+            "one of a dense D; where (pattern, values) is taken, that is a way too"
+        )
     if A.ndim != 2:
         raise ValueError(f"needs a sparse matrix of two dimensions, got {A.ndim}")
     # SciPy trusts what the user may have changed since: make the matrix, and check it, again.
     if A.format == "coo":
         A = type(A)((A.data, A.coords), shape=A.shape)
+    elif A.format == "dia":
+        A = type(A)((A.data, A.offsets), shape=A.shape)
+    elif A.format == "lil" and [*map(len, A.rows)] != [*map(len, A.data)]:
+        raise ValueError("a lil matrix needs as many values as columns in every row")
     elif A.format in ("csr", "csc", "bsr"):
         A = type(A)((A.data, A.indices, A.indptr), shape=A.shape)
         blocks, rest = np.divmod(A.shape, A.blocksize if A.format == "bsr" else 1)
@@ -396,7 +407,8 @@ def canonical(A):
         n_rows, n_cols = blocks[::-1] if A.format == "csc" else blocks
         _check_structure(n_rows, n_cols, A.indptr, A.indices)
     B = A.tocsr()
-    data = as_floats(B.data, what=f"a sparse matrix of dtype {B.dtype}")
+    exact = B.dtype.kind in "iu"  # labels: beyond 2**53 they are no floats
+    data = B.data.astype(np.int64) if exact else as_floats(B.data, what="a sparse matrix")
     B = sp.csr_array((data, B.indices.copy(), B.indptr.copy()), shape=B.shape)
     as_given = A.format == "csr" and B.has_canonical_format
     B.sum_duplicates()
@@ -408,8 +420,8 @@ def _as_shape(shape):
         n_rows, n_cols = map(operator.index, shape)
     except (TypeError, ValueError):
         raise TypeError(f"a shape is a pair of integers, got {shape!r}") from None
-    if n_rows < 0 or n_cols < 0:
-        raise ValueError(f"a shape is not negative, got {shape!r}")
+    if n_rows < 0 or n_cols < 0 or n_rows * n_cols > np.iinfo(np.int64).max:
+        raise ValueError(f"a shape of {shape!r} is negative or has too many cells to number")
     return n_rows, n_cols
 
 

@@ -66,13 +66,13 @@ def spmm(values, x, *, pattern, transpose=False):
 def _(g, need, values, x, pattern, transpose):
     u, v = (x, g) if transpose else (g, x)
     return (
-        sampled_product(u, v, pattern=pattern) if need[0] else None,
+        _sddmm(u, v, pattern=pattern) if need[0] else None,
         spmm(values, g, pattern=pattern, transpose=not transpose) if need[1] else None,
     )
 
 
 @primitive
-def sampled_product(u, v, *, pattern):
+def _sddmm(u, v, *, pattern):
     """Return ``u_i · v_j`` for each entry (i, j) of `pattern`: sddmm's values, (nnz,)."""
     rows = (*u.shape[:1], *v.shape[:1])
     if u.ndim not in (1, 2) or rows != pattern.shape or u.shape[1:] != v.shape[1:]:
@@ -85,7 +85,7 @@ def sampled_product(u, v, *, pattern):
     return kernels.sddmm(pattern.plan, u, v)
 
 
-@sampled_product.vjp(u=1, v=0)
+@_sddmm.vjp(u=1, v=0)
 def _(g, need, u, v, pattern):
     return (
         spmm(g, v, pattern=pattern) if need[0] else None,
@@ -219,7 +219,8 @@ class SparseTensor:
 
     @classmethod
     def from_dense(cls, D, pattern):
-        """Take the entries of a dense matrix at `pattern`, differentiably."""
+        """Take the entries of a dense matrix at a pattern (or boolean mask), differentiably."""
+        pattern = Pattern.from_mask(pattern)
         return SparseTensor(pattern, sample(D, pattern=pattern))
 
     ndim = 2
@@ -466,7 +467,7 @@ def _scaled(S, d):
         ones, flat = np.ones_like(raw(d), shape=max(S.shape)), ops.ravel(d)
         u = ops.broadcast_to(flat, shape=(n_rows,)) if d_cols == 1 else ones[:n_rows]
         v = ones[:n_cols] if d_cols == 1 else flat
-        factor = sampled_product(u, v, pattern=S.pattern)
+        factor = _sddmm(u, v, pattern=S.pattern)
     return S.with_values(S.values * factor)
 
 
@@ -520,7 +521,7 @@ def sddmm(U, V, pattern):
         raise TypeError(f"sddmm: pattern is a {type(pattern).__name__}, not a Pattern")
     if not (isinstance(U, Tensor) or isinstance(V, Tensor)):
         U, V = tensor(U), tensor(V)
-    return SparseTensor(pattern, sampled_product(U, V, pattern=pattern))
+    return SparseTensor(pattern, _sddmm(U, V, pattern=pattern))
 
 
 # ------------------------------------------------------------------------------------ parameters
@@ -618,8 +619,8 @@ class SparseParameter(SparseTensor):
 
     @classmethod
     def from_dense(cls, D, mask):
-        """Make a parameter of the entries of a dense matrix where a boolean `mask` is True."""
-        return cls(SparseTensor.from_dense(D, Pattern.from_mask(mask)))
+        """Make a parameter of the entries of a dense matrix at a boolean mask (or pattern)."""
+        return cls(SparseTensor.from_dense(D, mask))
 
     def prune(self, *, keep):
         """Return a new parameter with only the entries of largest magnitude.
@@ -704,7 +705,7 @@ def _at_entries(what, kind, pattern, ordered):
         raise ValueError(f"SparseParameter: {name} of shape {what.shape}, needs {needs}")
     if not ordered:
         raise ValueError(
-            f"SparseParameter: a {name} of shape (nnz,) needs a matrix in canonical CSR form, "
-            "since this one's order of entries is not ours; give it in the matrix's shape"
+            f"SparseParameter: a {name} of shape (nnz,) needs a matrix in canonical CSR form, else "
+            "its order is a guess: A = A.tocsr(); A.sum_duplicates(), or give it in A's shape"
         )
     return what

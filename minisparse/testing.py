@@ -9,7 +9,21 @@ With ``exact=True`` all numbers are integers from -4 to 4.  Then sums of product
 in any order, in float32 as well, and a test may ask for equality where it otherwise would have to
 choose a tolerance.
 
-This module needs ``hypothesis``; nothing else in the package imports it.
+This module needs ``hypothesis``; nothing else in the package imports it.  The first use of a kernel
+compiles it, which Hypothesis would take for a slow test: call ``ms.warmup()`` before, or set
+``deadline=None``.
+
+Examples
+--------
+>>> import numpy as np
+>>> from hypothesis import given, settings
+>>> from minisparse.testing import spmm_operands
+>>> @settings(deadline=None, database=None, max_examples=20)
+... @given(spmm_operands(exact=True))
+... def test_product(operands):
+...     S, x = operands
+...     assert np.array_equal((S @ x).data, S.to_dense().data @ x)
+>>> test_product()
 """
 
 import functools

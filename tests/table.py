@@ -156,7 +156,7 @@ TABLE: list[Row] = [
         lambda x, y: ms.where([[True], [False]], x, y),
         lambda x, y: np.where([[True], [False]], x, y),
         (normal(3), normal(2, 3)),
-        (ops.elementwise.select,),
+        (ops.elementwise._where,),
         ((ValueError, lambda: ms.where([True, False], ms.tensor([1.0, 2.0, 3.0]), 0)),),
     ),
     *reduction("sum", normal),
@@ -310,7 +310,7 @@ TABLE: list[Row] = [
             lambda x, key=key: x[key],
             lambda x, key=key: x[key],
             (normal(4, 5),),
-            (ops.getitem,),
+            (ops.shapes._getitem,),
             (
                 (IndexError, lambda: ms.tensor([1.0])[3]),
                 (TypeError, lambda: ms.tensor([1.0])[ms.tensor([1.0])]),
@@ -401,7 +401,7 @@ TABLE: list[Row] = [
             lambda u, v, p=pattern: ms.sddmm(u, v, p),
             lambda u, v, p=pattern: (np.outer(u, v) if u.ndim == 1 else u @ v.T)[p.to_mask()],
             (normal(pattern.shape[0], *shape), normal(pattern.shape[1], *shape)),
-            (mss.sampled_product,),
+            (mss._sddmm,),
             (
                 (ValueError, lambda: ms.sddmm(np.ones((4, 2)), np.ones((7, 2)), P)),
                 (ValueError, lambda: ms.sddmm(np.ones((5, 2)), np.ones((7, 3)), P)),
@@ -422,7 +422,7 @@ TABLE: list[Row] = [
     ),
     Row(
         "cube of sddmm",
-        lambda u, v: mss.sampled_product(u, v, pattern=TALL) ** 3,
+        lambda u, v: mss._sddmm(u, v, pattern=TALL) ** 3,
         lambda u, v: (u @ v.T)[TALL.to_mask()] ** 3,
         (normal(3, 2), normal(2, 2)),
         (),

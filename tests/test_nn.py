@@ -55,6 +55,28 @@ def test_odd_modules():
         module.state_dict()
 
 
+def test_mistakes_are_named():
+    x = np.ones((2, 3))
+    for layer in (nn.Linear(4, 2), nn.SparseLinear(4, 2, density=1.0)):
+        with pytest.raises(ValueError, match="4 features"):
+            layer(x)
+    with pytest.raises(TypeError, match="one by one"):
+        nn.Sequential([nn.ReLU()])
+    with pytest.raises(TypeError, match="not a Pattern"):
+        nn.SparseLinear(2, 2, pattern=np.ones((2, 2), bool))
+    with pytest.raises(TypeError, match="csr_array"):
+        ms.SparseParameter(np.eye(3))
+    model = net()
+    model[2] = nn.Linear(6, 1)
+    assert model(np.ones((2, 8))).shape == (2, 1)
+
+
+def test_frozen_weights_belong_to_the_state():
+    layer = nn.SparseLinear(4, 2, density=1.0)
+    layer.weight.free.requires_grad = False
+    assert set(layer.state_dict()) == {"weight", "bias"}
+
+
 def test_modes_and_zero_grad():
     model = net()
     assert model.training

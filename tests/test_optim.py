@@ -185,6 +185,10 @@ def test_bad_states_change_nothing():
         {**good, "state": {"0": {**good["state"]["0"], "step": 1.5}}},
         {**good, "state": {"0": {**good["state"]["0"], "mean": np.ones(2, complex)}}},
         [1],
+        {"kind": "Adam"},
+        {**good, "state": None},
+        {**good, "groups": {"0": None}},
+        {**good, "groups": {"0": {"lr": 0.1}}},
         bad_shape,
     ):
         with pytest.raises(ValueError):
@@ -193,6 +197,34 @@ def test_bad_states_change_nothing():
         assert str(after["groups"]) == str(good["groups"])
         for i in ("0", "1"):
             np.testing.assert_array_equal(after["state"][i]["mean"], good["state"][i]["mean"])
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_leaf_in_another_layout(name):
+    start = np.arange(6.0).reshape(2, 3)
+    plain = ms.tensor(start, requires_grad=True)
+    views = [ms.tensor(start.T).T.detach(), ms.tensor(np.repeat(start, 2, axis=1))[:, ::2].detach()]
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    for p in views:
+        p.requires_grad = True
+    leaves = [plain, *views]
+    optimizers = [getattr(ms.optim, name)([p], lr=0.1, **options) for p in leaves]
+    for step in range(3):
+        for p, opt in zip(leaves, optimizers, strict=True):
+            p.grad = start + step
+            opt.step()
+    for p in views:
+        np.testing.assert_array_equal(p.data, plain.data)
+    assert (plain.data != start).any()
+
+
+def test_betas_stay_a_pair_of_numbers():
+    p = leaf(2)
+    opt = ms.optim.Adam([p], betas=(0.5, 0.6))
+    state = opt.state_dict()
+    opt.load_state_dict(state)
+    state["groups"]["0"]["betas"][0] = 0.0
+    assert opt.param_groups[0]["betas"] == (0.5, 0.6)
 
 
 def test_strided_gradient():

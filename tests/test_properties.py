@@ -372,7 +372,7 @@ def test_layouts_make_no_bit_of_difference_to_sddmm(backend, data, dtype):
     def run(u, v, g):
         leaves = leaf(u), leaf(v)
         u, v = (laid_out(t, array=a) for t, a in zip(leaves, (u, v), strict=True))
-        w = mss.sampled_product(u, v, pattern=p)
+        w = mss._sddmm(u, v, pattern=p)
         return [bits(a) for a in (w, *ms.grad(w, leaves, g))]
 
     with ms.backend(backend):
@@ -688,7 +688,7 @@ def test_a_pattern_is_valid_or_refused(data):
         for mine, his in zip((built.indptr, built.indices), arrays, strict=True):
             assert not np.shares_memory(mine, his)
     else:
-        with pytest.raises(ValueError, match=r"Pattern: |a shape is not negative"):
+        with pytest.raises(ValueError, match=r"Pattern: |a shape of .* is negative"):
             ms.Pattern(shape, *arrays)
 
 

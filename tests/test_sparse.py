@@ -641,6 +641,40 @@ def test_nothing_gets_past_the_free_weights():
             array.flags.writeable = True
 
 
+def test_damaged_dia_and_lil():
+    """CASES 12."""
+    C = sp.dia_array(np.eye(3))
+    C.data = np.ones((5, 3))
+    with pytest.raises(ValueError):
+        ms.Pattern.from_scipy(C)
+    C = sp.lil_array(np.eye(3))
+    C.data[1] = [1.0, 2.0, 3.0]
+    with pytest.raises(ValueError, match="lil"):
+        ms.Pattern.from_scipy(C)
+
+
+def test_extreme_sizes():
+    with pytest.raises(ValueError, match="too many cells"):
+        ms.Pattern.random((10, 10**18), fan_in=1)
+    assert ms.Pattern.banded((3, 3), 0, 2**63 - 2) == ms.Pattern.banded((3, 3), 0, 3)
+    assert ms.Pattern.local(3, 3, np.uint8(0)).nnz == 0
+    with pytest.raises(AttributeError, match="immutable"):
+        del ms.Pattern.diagonal(2).nnz
+
+
+def test_labels_beyond_floats():
+    C = sp.csr_array(np.ones((1, 2)))
+    labels = sp.csr_array(np.array([[2**53, 2**53 + 1]]))
+    assert ms.SparseParameter(C, share=labels).n_free == 2
+
+
+def test_from_dense_takes_masks_and_patterns():
+    D = np.arange(4.0).reshape(2, 2)
+    for where in (D > 1, ms.Pattern.from_mask(D > 1)):
+        np.testing.assert_array_equal(ms.SparseTensor.from_dense(D, where).values.data, [2, 3])
+        np.testing.assert_array_equal(ms.SparseParameter.from_dense(D, where).free.data, [2, 3])
+
+
 @pytest.mark.parametrize("make", [sp.csc_array, lambda A: sp.bsr_array(A, blocksize=(1, 1))])
 def test_damaged_matrices_are_refused_and_left_alone(make):
     """CASES 12, 13."""

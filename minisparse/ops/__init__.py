@@ -14,7 +14,7 @@ from .elementwise import *
 from .products import *
 from .reductions import *
 from .shapes import *
-from .shapes import astype, select_items
+from .shapes import astype
 
 __all__ = [*elementwise.__all__, *products.__all__, *reductions.__all__, *shapes.__all__]
 
@@ -79,7 +79,7 @@ class _Members:
     T = property(lambda self: transpose(self))
     sum, mean, var, std, max, min = sum, mean, var, std, max, min
     clip, ravel, squeeze, dot, take = clip, ravel, squeeze, dot, take
-    __neg__, __abs__, __getitem__, __hash__ = negative, absolute, select_items, object.__hash__
+    __neg__, __abs__, __getitem__, __hash__ = negative, absolute, getitem, object.__hash__
     __lt__, __le__, __eq__ = _compare(np.less), _compare(np.less_equal), _compare(np.equal)
     __gt__, __ge__, __ne__ = (
         _compare(np.greater),

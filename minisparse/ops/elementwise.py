@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ..engine import Tensor, primitive, raw
+from ..engine import primitive, raw
 from .shapes import fold
 
 __all__ = [
@@ -80,11 +80,11 @@ def power(x, y):
 def _(g, need, x, y, out, x_shape, y_shape):
     dx = dy = None
     if need[0]:
-        dx = fold(g * y * power(x, select(1.0, y - 1, condition=y == 0)), x_shape)
+        dx = fold(g * y * power(x, _where(1.0, y - 1, condition=y == 0)), x_shape)
     if need[1]:
         flat = (x == 0) & (y >= 0)
-        log_x = log(select(1.0, x, condition=flat))
-        dy = fold(select(0.0, g * out * log_x, condition=flat), y_shape)
+        log_x = log(_where(1.0, x, condition=flat))
+        dy = fold(_where(0.0, g * out * log_x, condition=flat), y_shape)
     return dx, dy
 
 
@@ -112,9 +112,7 @@ def sign(x):
     return np.sign(x)
 
 
-@sign.vjp
-def _(g, need, x_shape):
-    return np.zeros_like(g.data, shape=x_shape) if isinstance(g, Tensor) else np.zeros_like(g)
+sign.vjp(lambda g, need: np.zeros_like(raw(g)))
 
 
 # --------------------------------------------------------------------- exponentials and powers
@@ -251,7 +249,7 @@ def relu(x):
     return np.maximum(x, 0.0)
 
 
-relu.vjp(lambda g, need, out: select(g, 0.0, condition=out > 0))
+relu.vjp(lambda g, need, out: _where(g, 0.0, condition=out > 0))
 
 
 @primitive
@@ -260,7 +258,7 @@ def leaky_relu(x, *, negative_slope=0.01):
     return np.where(x > 0, x, x * negative_slope)
 
 
-leaky_relu.vjp(lambda g, need, x, negative_slope: select(g, g * negative_slope, condition=x > 0))
+leaky_relu.vjp(lambda g, need, x, negative_slope: _where(g, g * negative_slope, condition=x > 0))
 
 
 @primitive
@@ -295,16 +293,16 @@ def _(g, need, x):
 
 
 @primitive
-def select(x, y, *, condition):
+def _where(x, y, *, condition):
     """Return `x` where the array `condition` holds, else `y`."""
     return np.where(condition, x, y)
 
 
-@select.vjp
+@_where.vjp
 def _(g, need, x_shape, y_shape, condition):
     return (
-        fold(select(g, 0.0, condition=condition), x_shape) if need[0] else None,
-        fold(select(0.0, g, condition=condition), y_shape) if need[1] else None,
+        fold(_where(g, 0.0, condition=condition), x_shape) if need[0] else None,
+        fold(_where(0.0, g, condition=condition), y_shape) if need[1] else None,
     )
 
 
@@ -332,7 +330,7 @@ def where(condition, x, y):
     >>> x.grad
     array([0. , 0.5])
     """
-    return select(x, y, condition=np.array(raw(condition)))  # a copy: the caller's may change
+    return _where(x, y, condition=np.array(raw(condition)))  # a copy: the caller's may change
 
 
 def _share(x, y, chosen):
@@ -383,4 +381,4 @@ def _(g, need, x, x_shape, a_min, a_max):
         inside &= x >= a_min
     if a_max is not None:
         inside &= x <= a_max
-    return fold(select(g, 0.0, condition=inside), x_shape)
+    return fold(_where(g, 0.0, condition=inside), x_shape)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
 from ..engine import primitive, raw
-from .elementwise import exp, select, square
+from .elementwise import _where, exp, square
 from .shapes import broadcast_to, reshape
 
 __all__ = [
@@ -75,41 +75,40 @@ def max(x, *, axis=None, keepdims=False):
     return np.max(x, axis=axis, keepdims=keepdims)
 
 
-@max.vjp
-def _(g, need, x, out, axis):
-    kept = _kept(x.shape, axis)
-    return reshape(g, shape=kept) * _shares(raw(x), raw(out).reshape(kept), axis)
-
-
 @primitive
 def min(x, *, axis=None, keepdims=False):
     """Return the smallest entries of `x` over `axis`; ties share the gradient equally."""
     return np.min(x, axis=axis, keepdims=keepdims)
 
 
-@min.vjp
-def _(g, need, x, out, axis):
+def _to_best(g, need, x, out, axis):
     kept = _kept(x.shape, axis)
     return reshape(g, shape=kept) * _shares(raw(x), raw(out).reshape(kept), axis)
 
 
-def _finite(m):
-    return np.where(np.isfinite(m), m, np.zeros((), m.dtype))
+max.vjp(_to_best)
+min.vjp(_to_best)
+
+
+def _top(x, axis):
+    """Return the largest entries, kept, with 0 for -inf: what exponents are taken from."""
+    top = np.max(x, axis=axis, keepdims=True, initial=-np.inf)
+    return np.where(top == -np.inf, np.zeros((), top.dtype), top)
 
 
 @primitive
 def logsumexp(x, *, axis=None, keepdims=False):
-    """Return ``log(sum(exp(x)))`` over `axis`; never overflows, and -inf of nothing is -inf."""
-    top = _finite(np.max(x, axis=axis, keepdims=True, initial=-np.inf))
+    """Return ``log(sum(exp(x)))`` over `axis`; never overflows; of nothing but -inf it is -inf."""
+    top = _top(x, axis)
     with np.errstate(divide="ignore"):
         out = np.log(np.sum(np.exp(x - top), axis=axis, keepdims=True)) + top
-    return out if keepdims else out.reshape(np.sum(out, axis=axis).shape)
+    return out if keepdims else np.squeeze(out, axis)
 
 
 @logsumexp.vjp
 def _(g, need, x, out, axis):
     kept = _kept(x.shape, axis)
-    out = select(
+    out = _where(
         0.0, out, condition=out == -np.inf
     )  # then exp(-inf - 0) = 0: no weight, no gradient
     return reshape(g, shape=kept) * exp(x - reshape(out, shape=kept))
@@ -118,7 +117,7 @@ def _(g, need, x, out, axis):
 @primitive
 def softmax(x, *, axis=-1):
     """Return ``exp(x) / sum(exp(x))`` over `axis`; never overflows."""
-    e = np.exp(x - _finite(np.max(x, axis=axis, keepdims=True, initial=-np.inf)))
+    e = np.exp(x - _top(x, axis))
     return e / np.sum(e, axis=axis, keepdims=True)
 
 
@@ -128,7 +127,7 @@ softmax.vjp(lambda g, need, out, axis: out * (g - sum(g * out, axis=axis, keepdi
 @primitive
 def log_softmax(x, *, axis=-1):
     """Return ``x - logsumexp(x)`` over `axis`; never overflows."""
-    shifted = x - _finite(np.max(x, axis=axis, keepdims=True, initial=-np.inf))
+    shifted = x - _top(x, axis)
     return shifted - np.log(np.sum(np.exp(shifted), axis=axis, keepdims=True))
 
 
@@ -161,4 +160,4 @@ def norm(x, *, ord=None, axis=None, keepdims=False):
 @norm.vjp
 def _(g, need, x, out, axis):
     kept = _kept(x.shape, axis)
-    return reshape(g, shape=kept) * x / reshape(select(1.0, out, condition=out == 0), shape=kept)
+    return reshape(g, shape=kept) * x / reshape(_where(1.0, out, condition=out == 0), shape=kept)

@@ -110,7 +110,7 @@ def _(g, need, xs_shape, axis):
     ends = np.cumsum([shape[axis] for shape in xs_shape]).tolist()
     lead = (slice(None),) * axis
     return tuple(
-        getitem(g, key=(*lead, slice(end - shape[axis], end))) if needed else None
+        _getitem(g, key=(*lead, slice(end - shape[axis], end))) if needed else None
         for needed, shape, end in zip(need, xs_shape, ends, strict=True)
     )
 
@@ -149,10 +149,10 @@ def split(x, indices_or_sections, axis=0):
     else:
         sections = operator.index(indices_or_sections)
         if sections <= 0 or n % sections:
-            raise ValueError(f"split: {n} rows do not divide into {sections} equal pieces")
+            raise ValueError(f"split: a length of {n} does not divide into {sections} equal pieces")
         cuts = list(range(0, n + 1, n // sections)) if n else [0] * (sections + 1)
     lead = (slice(None),) * axis
-    return [getitem(x, key=(*lead, slice(a, b))) for a, b in itertools.pairwise(cuts)]
+    return [_getitem(x, key=(*lead, slice(a, b))) for a, b in itertools.pairwise(cuts)]
 
 
 # ------------------------------------------------------------------------------------- indexing
@@ -176,17 +176,16 @@ def _own(key):
 
 
 @primitive
-def getitem(x, *, key):
-    """Return ``x[key]`` for any NumPy key: slices, integers, index arrays, boolean masks."""
+def _getitem(x, *, key):
     return x[key]
 
 
-getitem.vjp(lambda g, need, key, x_shape: scatter(g, key=key, shape=x_shape))
+_getitem.vjp(lambda g, need, key, x_shape: scatter(g, key=key, shape=x_shape))
 
 
 @primitive
 def scatter(x, *, key, shape):
-    """Add `x` into zeros of `shape` at ``[key]``: the adjoint of :func:`getitem`."""
+    """Add `x` into zeros of `shape` at ``[key]``: the adjoint of indexing."""
     out = np.zeros_like(x, shape=shape)
     if _basic(key):
         out[key] = x
@@ -195,12 +194,12 @@ def scatter(x, *, key, shape):
     return out
 
 
-scatter.vjp(lambda g, need, key: getitem(g, key=key))
+scatter.vjp(lambda g, need, key: _getitem(g, key=key))
 
 
-def select_items(x, key):
-    """Index a Tensor, with a copy of the key's index arrays."""
-    return getitem(x, key=key if _basic(key) else _own(key))
+def getitem(x, key):
+    """Return ``x[key]`` for any NumPy key: slices, integers, index arrays, boolean masks."""
+    return _getitem(x, key=key if _basic(key) else _own(key))
 
 
 def take(x, indices, axis=None):
@@ -208,7 +207,7 @@ def take(x, indices, axis=None):
     if axis is None:
         x, axis = ravel(x), 0
     lead = (slice(None),) * normalize_axis_index(axis, raw(x).ndim)
-    return getitem(x, key=(*lead, _indices(indices, "take")))
+    return _getitem(x, key=(*lead, _indices(indices, "take")))
 
 
 def _indices(indices, name):
@@ -232,7 +231,7 @@ def take_along_axis(x, indices, axis=-1):
         if i != axis and indices.shape[i] == 1 != m:  # broadcasts, as in NumPy
             key[i] = np.arange(m).reshape([-1 if j == i else 1 for j in range(n)])
     key[axis] = indices
-    return getitem(x, key=tuple(key))
+    return _getitem(x, key=tuple(key))
 
 
 def index_add(x, indices, values, axis=0):
@@ -265,4 +264,4 @@ def index_add(x, indices, values, axis=0):
     if isinstance(x, Tensor) and not isinstance(values, Tensor):
         values = as_operand(values, x.dtype, "index_add")
     added = scatter(values, key=(slice(None),) * axis + (indices,), shape=shape)
-    return x + added if isinstance(x, Tensor) or not isinstance(added, Tensor) else added + x
+    return x + added
