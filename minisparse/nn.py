@@ -98,7 +98,7 @@ class Module:
         """Return a copy of all parameters by name.
 
         A Tensor gives an array, a SparseParameter a dict of its pattern, its free weights and, if
-        it has any, its constants.
+        it has any, its ties (which free weight each entry is, -1 if none) and constants.
         """
         return {name: _state(p) for name, p in self.named_parameters()}
 
@@ -108,8 +108,8 @@ class Module:
         Raises
         ------
         ValueError
-            If names, shapes or constants differ; PatternMismatchError if a pattern does.  Nothing
-            has changed then.
+            If names, shapes, ties or constants differ; PatternMismatchError if a pattern does.
+            Nothing has changed then.
         """
         own = dict(self.named_parameters())
         if set(own) != set(state):
@@ -157,6 +157,8 @@ def _state(p):
     if isinstance(p, Tensor):
         return p.data.copy()
     state = {"pattern": p.pattern, "free": p.free.data.copy()}
+    if p._index_map is not None:
+        state["ties"] = np.array(p._index_map.index)
     if p._base is not None:
         state["constants"] = p._base[p._index_map.index < 0]
     return state

@@ -4,8 +4,6 @@ import os
 
 import pytest
 
-import minisparse as ms
-
 PEAK = r"""
 import re
 import numpy as np
@@ -91,16 +89,3 @@ print(resident() - start)
 """
     )
     assert float(printed) < 4e6
-
-
-def test_weights_that_reach_zero_stay(in_new_process):
-    """CASES 8: the stored count is what it was, whatever the values became."""
-    W = ms.SparseParameter((ms.Pattern.diagonal(5), [0.1] * 5))
-    indices = W.pattern.indices
-    opt = ms.optim.SGD([W], lr=0.1)
-    for _ in range(3):
-        opt.zero_grad()
-        W.values.sum().backward()
-        opt.step()
-    assert W.nnz == 5
-    assert W.pattern.indices is indices
