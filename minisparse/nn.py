@@ -51,8 +51,8 @@ class Module:
         stack: list[tuple[str, object]] = [("", self)]
         while stack:
             name, thing = stack.pop()
-            if id(_leaf(thing)) not in seen:
-                seen.add(id(_leaf(thing)))
+            if id(thing) not in seen:
+                seen.add(id(thing))
                 yield name, thing
                 prefix = f"{name}." if name else ""
                 stack += [(f"{prefix}{key}", part) for key, part in _parts(thing)][::-1]
@@ -65,14 +65,17 @@ class Module:
         ValueError
             If two have one name, as the keys 1 and "1" of a dict give.
         """
-        names = set()
+        found: dict = {}  # by the leaf; what is met alone and in its SparseParameter is the latter
         for name, thing in self._walk():
             trained = isinstance(thing, Tensor) and thing.requires_grad and thing._node is None
-            if trained or isinstance(thing, SparseParameter):
-                if name in names:
-                    raise ValueError(f"{type(self).__name__}: two parameters are called {name!r}")
-                names.add(name)
-                yield name, thing
+            if isinstance(thing, SparseParameter) or (trained and id(thing) not in found):
+                known = found.get(id(_leaf(thing)))
+                if known is None or isinstance(known[1], Tensor):
+                    found[id(_leaf(thing))] = name, thing
+        names = [name for name, _ in found.values()]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{type(self).__name__}: two parameters have one name among {names}")
+        yield from found.values()
 
     def parameters(self) -> list:
         """Return the parameters, each once."""
@@ -112,6 +115,8 @@ class Module:
             Nothing has changed then.
         """
         own = dict(self.named_parameters())
+        if not isinstance(state, dict):
+            raise ValueError(f"load_state_dict: needs a dict, not {type(state).__name__}")
         if set(own) != set(state):
             raise ValueError(f"load_state_dict: names differ: {sorted(set(own) ^ set(state))}")
         arrays = []
@@ -120,6 +125,8 @@ class Module:
             if isinstance(p, SparseParameter):
                 if not isinstance(given, dict) or set(given) != set(mine):
                     raise ValueError(f"{what} needs {sorted(mine)}")
+                if not isinstance(given["pattern"], Pattern):
+                    raise ValueError(f"{what}: {given['pattern']!r} is no Pattern")
                 if given["pattern"] != p.pattern:
                     both = " and ".join(
                         f"{q} {q.digest[:8]}" for q in (p.pattern, given["pattern"])

@@ -393,26 +393,36 @@ def canonical(A):
     if A.ndim != 2:
         raise ValueError(f"needs a sparse matrix of two dimensions, got {A.ndim}")
     # SciPy trusts what the user may have changed since: make the matrix, and check it, again.
+    made, wide, shape = getattr(sp, f"{A.format}_array"), _wide(A.dtype), _as_shape(A.shape)
     if A.format == "coo":
-        A = type(A)((A.data, A.coords), shape=A.shape)
+        A = made((A.data.astype(wide, copy=False), A.coords), shape=shape)
     elif A.format == "dia":
-        A = type(A)((A.data, A.offsets), shape=A.shape)
-    elif A.format == "lil" and [*map(len, A.rows)] != [*map(len, A.data)]:
-        raise ValueError("a lil matrix needs as many values as columns in every row")
+        A = made((A.data, A.offsets), shape=shape)
+    elif A.format == "lil":
+        if [*map(len, A.rows)] != [*map(len, A.data)] or len(A.rows) != shape[0]:
+            raise ValueError("a lil matrix needs as many values as columns in every row")
     elif A.format in ("csr", "csc", "bsr"):
-        A = type(A)((A.data, A.indices, A.indptr), shape=A.shape)
-        blocks, rest = np.divmod(A.shape, A.blocksize if A.format == "bsr" else 1)
+        A = made((A.data, A.indices, A.indptr), shape=shape)
+        blocks, rest = np.divmod(shape, A.blocksize if A.format == "bsr" else 1)
         if rest.any():
-            raise ValueError(f"Pattern: a shape of {A.shape} in blocks of {A.blocksize}")
+            raise ValueError(f"Pattern: a shape of {shape} in blocks of {A.blocksize}")
         n_rows, n_cols = blocks[::-1] if A.format == "csc" else blocks
         _check_structure(n_rows, n_cols, A.indptr, A.indices)
     B = A.tocsr()
-    exact = B.dtype.kind in "iu"  # labels: beyond 2**53 they are no floats
-    data = B.data.astype(np.int64) if exact else as_floats(B.data, what="a sparse matrix")
-    B = sp.csr_array((data, B.indices.copy(), B.indptr.copy()), shape=B.shape)
+    _check_structure(shape[0], shape[1], B.indptr, B.indices)
+    data = B.data.astype(wide)
+    data = data if wide == np.int64 else as_floats(data, what="a sparse matrix")
+    B = sp.csr_array((data, B.indices.copy(), B.indptr.copy()), shape=shape)
     as_given = A.format == "csr" and B.has_canonical_format
     B.sum_duplicates()
-    return Pattern._trusted(B.shape, B.indptr, B.indices), B.data, as_given
+    return Pattern._trusted(shape, B.indptr, B.indices), B.data, as_given
+
+
+def _wide(dtype):
+    """Return int64 for integers, since labels above 2**53 are no floats; float64 for others."""
+    if dtype.kind not in "biu":
+        return dtype
+    return np.dtype(np.int64 if dtype.kind != "b" and np.can_cast(dtype, np.int64) else np.float64)
 
 
 def _as_shape(shape):

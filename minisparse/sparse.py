@@ -692,7 +692,7 @@ def _at_entries(what, kind, pattern, ordered):
     """Read a mask or labels at the entries of `pattern`: (nnz,), as the user's order or place."""
     name = "trainable" if kind is np.bool_ else "share"
     what = what if sp.issparse(what) else np.asarray(what)
-    if not np.issubdtype(what.dtype, kind):
+    if not np.issubdtype(what.dtype, kind) and (sp.issparse(what) or what.size):
         raise TypeError(f"SparseParameter: {name} of dtype {what.dtype}, needs {kind.__name__}")
     if what.shape == pattern.shape and sp.issparse(what):
         there, data, _ = canonical(what)

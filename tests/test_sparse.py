@@ -651,6 +651,15 @@ def test_damaged_dia_and_lil():
     C.data[1] = [1.0, 2.0, 3.0]
     with pytest.raises(ValueError, match="lil"):
         ms.Pattern.from_scipy(C)
+    for column in (10**9, -5, 3):
+        C = sp.lil_array(np.eye(3))
+        C.rows[0][0] = column
+        with pytest.raises(ValueError, match="columns"):
+            ms.Pattern.from_scipy(C)
+    C = sp.lil_array(np.eye(3))
+    C.rows, C.data = C.rows[:2], C.data[:2]
+    with pytest.raises(ValueError, match="lil"):
+        ms.Pattern.from_scipy(C)
 
 
 def test_extreme_sizes():
@@ -666,6 +675,16 @@ def test_labels_beyond_floats():
     C = sp.csr_array(np.ones((1, 2)))
     labels = sp.csr_array(np.array([[2**53, 2**53 + 1]]))
     assert ms.SparseParameter(C, share=labels).n_free == 2
+
+
+def test_integers_keep_their_value():
+    C = sp.csr_array(np.array([[2**63]], dtype=np.uint64))
+    assert ms.SparseTensor.from_scipy(C).values.item() == 2.0**63
+    twice = ([0, 0], [0, 0])
+    for dtype, total in ((np.int8, 200.0), (bool, 2.0), (np.float32, 200.0)):
+        C = sp.coo_array((np.array([100, 100], dtype), twice), shape=(1, 1))
+        assert ms.SparseTensor.from_scipy(C).values.item() == total
+    assert ms.SparseParameter(sp.csr_array((2, 2)), trainable=[], share=[]).n_free == 0
 
 
 def test_from_dense_takes_masks_and_patterns():
