@@ -611,9 +611,7 @@ def _plan(root, targets):
         wanted.add(node)
         plan.append((node, need))
         if node.saved is _FREED:
-            raise RuntimeError(
-                f"{node.op.name} was freed: an earlier backward had no retain_graph=True"
-            )
+            raise RuntimeError(f"{node.op.name} was freed: backward had no retain_graph=True")
         for version, then, serves in node.guards:
             if version[0] != then and (serves is None or need[serves]):
                 raise RuntimeError(
