@@ -16,6 +16,7 @@ import math
 import numpy as np
 
 
+@np.errstate(all="ignore")  # as compiled code: infinity and NaN pass without a word
 def spmm(plan, values, x):
     """Sparse matrix times dense matrix: out[i, :] = sum over entries (i, j) of A[i, j] x[j, :].
 
@@ -43,6 +44,7 @@ def spmm(plan, values, x):
     return out
 
 
+@np.errstate(all="ignore")
 def sddmm(plan, u, v):
     """Sampled dense-dense product: out[e] = sum over c of u[i, c] v[j, c], entry e being (i, j).
 
@@ -101,6 +103,7 @@ def gather(x, index, base=None):
     return out
 
 
+@np.errstate(all="ignore")
 def segment_sum(x, indptr, order):
     """Sum groups of elements: out[s] = sum of x[order[p]] for p in indptr[s] .. indptr[s + 1] - 1.
 
