@@ -51,7 +51,7 @@ def reference(name, *args):
         return getattr(kernels, name)(*args)
 
 
-def same(a, b):
+def check_same(a, b):
     """Equal in dtype, shape and every bit."""
     assert a.dtype == b.dtype
     assert a.shape == b.shape
@@ -89,7 +89,7 @@ def test_spmm(plan, k, dtype, seed):
     for p in (plan, transposed(plan)):
         x = whole_numbers(seed + 1, p.n_cols, *columns, dtype=dtype)
         out = kernels.spmm(p, values, x)
-        same(out, reference("spmm", p, values, x))
+        check_same(out, reference("spmm", p, values, x))
         assert out.flags.c_contiguous
 
 
@@ -99,7 +99,7 @@ def test_sddmm(plan, k, dtype, seed):
     for p in (plan, transposed(plan)):
         u = whole_numbers(seed, p.n_rows, *columns, dtype=dtype)
         v = whole_numbers(seed + 1, p.n_cols, *columns, dtype=dtype)
-        same(kernels.sddmm(p, u, v), reference("sddmm", p, u, v))
+        check_same(kernels.sddmm(p, u, v), reference("sddmm", p, u, v))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -112,11 +112,11 @@ def test_every_width(k, dtype):
     dense = np.zeros((23, 19), dtype)
     rows = np.repeat(np.arange(23), np.diff(plan.indptr))
     dense[rows, plan.indices] = values
-    same(kernels.spmm(plan, values, v), dense @ v)
-    same(kernels.spmm(transposed(plan), values, u), dense.T @ u)
+    check_same(kernels.spmm(plan, values, v), dense @ v)
+    check_same(kernels.spmm(transposed(plan), values, u), dense.T @ u)
     dots = (u @ v.T)[rows, plan.indices]
-    same(kernels.sddmm(plan, u, v), dots)
-    same(kernels.sddmm(transposed(plan), v, u), dots)
+    check_same(kernels.sddmm(plan, u, v), dots)
+    check_same(kernels.sddmm(transposed(plan), v, u), dots)
 
 
 @given(st.integers(0, 40), st.integers(1, 20), st.booleans(), st.sampled_from(INDEX), dtypes, seeds)
@@ -124,7 +124,7 @@ def test_gather(m, n, based, index, dtype, seed):
     x, base = normal(seed, n, dtype=dtype), normal(seed + 1, m, dtype=dtype)
     at = np.random.default_rng(seed).integers(-3, n, m).astype(index)
     base = base if based else None
-    same(kernels.gather(x, at, base), reference("gather", x, at, base))
+    check_same(kernels.gather(x, at, base), reference("gather", x, at, base))
 
 
 @given(st.integers(0, 40), st.integers(0, 12), st.sampled_from(INDEX), dtypes, seeds)
@@ -136,7 +136,7 @@ def test_segment_sum(m, n, index, dtype, seed):
     cuts = np.sort(rng.integers(0, m + 1, max(n - 1, 0)))
     indptr = np.concatenate(([0], cuts, [m] if n else [])).astype(index)
     order = rng.integers(0, 17, m if n else 0).astype(index)
-    same(kernels.segment_sum(x, indptr, order), reference("segment_sum", x, indptr, order))
+    check_same(kernels.segment_sum(x, indptr, order), reference("segment_sum", x, indptr, order))
 
 
 def test_gather_copies_bits():
@@ -164,7 +164,7 @@ def test_sgd(dtype, shape, options):
         with kernels.backend(on):
             kernels.sgd(p, g, buf if "momentum" in options else None, **options)
     for a, b in zip(ours, theirs, strict=True):
-        same(a, b)
+        check_same(a, b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -179,7 +179,7 @@ def test_adam(dtype, shape, weight_decay, decoupled):
             for step in (1, 2, 3):
                 kernels.adam(p, g, m, v, step, 0.01, 0.9, 0.999, 1e-8, weight_decay, decoupled)
     for a, b in zip(ours, theirs, strict=True):
-        same(a, b)
+        check_same(a, b)
 
 
 def test_adam_moments_decay():
@@ -203,10 +203,10 @@ def test_nothing_stored(shape, k):
     x, u = np.full((shape[1], *columns), np.nan), np.ones((shape[0], *columns))
     for _ in range(1000):
         out = kernels.spmm(plan, np.empty(0), x)
-        same(out, np.zeros((shape[0], *columns)))
+        check_same(out, np.zeros((shape[0], *columns)))
         out += np.nan
-    same(kernels.sddmm(plan, u, x), np.empty(0))
-    same(kernels.spmm(transposed(plan), np.empty(0), u), np.zeros((shape[1], *columns)))
+    check_same(kernels.sddmm(plan, u, x), np.empty(0))
+    check_same(kernels.spmm(transposed(plan), np.empty(0), u), np.zeros((shape[1], *columns)))
 
 
 def test_rows_without_entries():
@@ -218,7 +218,7 @@ def test_rows_without_entries():
         out = kernels.spmm(plan, np.array([3.0]), np.ones((5, 64)))
         assert out[7].tolist() == [3.0] * 64
         out[7] = 0
-        same(out, np.zeros((400, 64)))
+        check_same(out, np.zeros((400, 64)))
         out[...] = np.nan
 
 
@@ -237,11 +237,11 @@ def test_giant_row(monkeypatch, request, parallel, k, dtype):
     u = whole_numbers(1, 9, *columns, dtype=dtype)
     v = whole_numbers(2, 100, *columns, dtype=dtype)
     for p, x, y in ((plan, v, u), (transposed(plan), u, v)):
-        same(kernels.spmm(p, values, x), reference("spmm", p, values, x))
-        same(kernels.sddmm(p, y, x), reference("sddmm", p, y, x))
+        check_same(kernels.spmm(p, values, x), reference("spmm", p, values, x))
+        check_same(kernels.sddmm(p, y, x), reference("sddmm", p, y, x))
     wide = transposed(transposed(plan))  # a giant row whose values are permuted
     wide.perm = np.arange(plan.nnz, dtype=np.int32)[::-1].copy()
-    same(kernels.spmm(wide, values, v), reference("spmm", wide, values, v))
+    check_same(kernels.spmm(wide, values, v), reference("spmm", wide, values, v))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -255,8 +255,8 @@ def test_panels(monkeypatch, k, dtype, layout):
     u = whole_numbers(1, 40, k, dtype=dtype)
     v = np.asarray(whole_numbers(2, 20, k, dtype=dtype), order=layout)
     assert len([*cpu._parts(plan, v)]) > 1
-    same(kernels.spmm(plan, values, v), reference("spmm", plan, values, v))
-    same(kernels.sddmm(plan, u, v), reference("sddmm", plan, u, v))
+    check_same(kernels.spmm(plan, values, v), reference("spmm", plan, values, v))
+    check_same(kernels.sddmm(plan, u, v), reference("sddmm", plan, u, v))
 
 
 def test_offsets_in_64_bits():
@@ -344,7 +344,7 @@ def test_bitwise_for_every_thread_count(monkeypatch, threads, dtype, index):
         for n in (2, 3, 4, 8):
             threads(n)
             for a, b in zip(everything(), expected, strict=True):
-                same(a, b)
+                check_same(a, b)
 
 
 def unaligned(x):
@@ -391,17 +391,17 @@ def test_layouts(layout, k, dtype):
     u, v = normal(1, 70, k, dtype=dtype), normal(2, 90, k, dtype=dtype)
     f = LAYOUTS[layout]
     given = f(v)
-    same(kernels.spmm(plan, f(values), given), kernels.spmm(plan, values, v))
-    same(kernels.sddmm(plan, f(u), given), kernels.sddmm(plan, u, v))
-    same(given.copy(), v)  # nothing was written into it
+    check_same(kernels.spmm(plan, f(values), given), kernels.spmm(plan, values, v))
+    check_same(kernels.sddmm(plan, f(u), given), kernels.sddmm(plan, u, v))
+    check_same(given.copy(), v)  # nothing was written into it
     at = plan.indices
-    same(kernels.gather(f(values), at, f(values)), kernels.gather(values, at, values))
-    same(
+    check_same(kernels.gather(f(values), at, f(values)), kernels.gather(values, at, values))
+    check_same(
         kernels.segment_sum(f(values), plan.indptr, at),
         kernels.segment_sum(values, plan.indptr, at),
     )
     row = u[:, 0]
-    same(
+    check_same(
         kernels.spmm(transposed(plan), values, f(row)), kernels.spmm(transposed(plan), values, row)
     )
 
@@ -414,11 +414,11 @@ def test_stride_zero(k):
     flat = np.broadcast_to(np.array(1.5), (30, k))
     row = np.broadcast_to(normal(2, 1, k), (30, k))
     for g in (flat, row):
-        same(kernels.sddmm(plan, g, v), kernels.sddmm(plan, g.copy(), v))
+        check_same(kernels.sddmm(plan, g, v), kernels.sddmm(plan, g.copy(), v))
         back = transposed(plan)
-        same(kernels.spmm(back, values, g), kernels.spmm(back, values, g.copy()))
+        check_same(kernels.spmm(back, values, g), kernels.spmm(back, values, g.copy()))
     one = np.broadcast_to(np.array(2.0), plan.nnz)
-    same(kernels.spmm(plan, one, v), kernels.spmm(plan, one.copy(), v))
+    check_same(kernels.spmm(plan, one, v), kernels.spmm(plan, one.copy(), v))
 
 
 def test_toy():
@@ -437,7 +437,7 @@ def test_toy():
 def test_contiguous(layout, shape, dtype):
     x = normal(0, *shape, dtype=dtype)
     out = kernels.contiguous(LAYOUTS[layout](x))
-    same(out, x)
+    check_same(out, x)
     assert out.flags.c_contiguous
     assert out.flags.aligned
     assert type(out) is np.ndarray
@@ -447,7 +447,7 @@ def test_contiguous_returns_what_is_contiguous():
     x = normal(0, 30, 40)
     assert kernels.contiguous(x) is x
     swapped = x.astype(x.dtype.newbyteorder())
-    same(kernels.contiguous(swapped), x)
+    check_same(kernels.contiguous(swapped), x)
 
 
 # Backends and settings --------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def bits(x):
     return x.shape, x.dtype, x.tobytes()
 
 
-def equal(x, y):
+def check_equal(x, y):
     x, y = (a.data if isinstance(a, ms.Tensor) else np.asarray(a) for a in (x, y))
     assert x.dtype == y.dtype
     np.testing.assert_array_equal(x, y, strict=True)
@@ -76,15 +76,15 @@ def test_sparse_times_dense_is_the_dense_product(backend, data, dtype):
     S, x = data.draw(mt.spmm_operands(dtype=dtype, exact=True))
     D = matrix(S.pattern, S.values.data)
     with ms.backend(backend):
-        equal(S @ x, np.matmul(D, x))
-        equal(ms.matmul(S, leaf(x)), np.matmul(D, x))
-        equal(ms.matmul(S.to_scipy(), leaf(x)), np.matmul(D, x))
+        check_equal(S @ x, np.matmul(D, x))
+        check_equal(ms.matmul(S, leaf(x)), np.matmul(D, x))
+        check_equal(ms.matmul(S.to_scipy(), leaf(x)), np.matmul(D, x))
         if x.ndim < 3:
-            equal(S @ x, S.to_scipy() @ x)
+            check_equal(S @ x, S.to_scipy() @ x)
     right = x if x.ndim == 1 else np.swapaxes(x, -1, -2)
     with ms.backend(backend):
-        equal(right @ S.T, np.matmul(right, D.T))
-        equal(leaf(right) @ S.T.to_scipy(), np.matmul(right, D.T))
+        check_equal(right @ S.T, np.matmul(right, D.T))
+        check_equal(leaf(right) @ S.T.to_scipy(), np.matmul(right, D.T))
 
 
 @BACKENDS
@@ -94,7 +94,7 @@ def test_dense_times_sparse_is_the_dense_product(backend, data, dtype):
     lead = data.draw(st.lists(st.integers(0, 3), max_size=2))
     x = numbers(data, (*lead, S.shape[0]), dtype)
     with ms.backend(backend):
-        equal(x @ S, np.matmul(x, matrix(S.pattern, S.values.data)))
+        check_equal(x @ S, np.matmul(x, matrix(S.pattern, S.values.data)))
 
 
 @given(data=st.data())
@@ -103,7 +103,7 @@ def test_stacks_are_products_one_by_one(data):
     assume(all(x.shape[:-2]))
     y = (S @ x).data
     for i in np.ndindex(x.shape[:-2]):
-        equal(y[i], S @ x[i])
+        check_equal(y[i], S @ x[i])
 
 
 @BACKENDS
@@ -124,8 +124,8 @@ def test_product_is_linear_in_values_and_in_x(backend, data):
     a, b = data.draw(st.tuples(*[st.integers(-3, 3)] * 2))
     S, R = ms.SparseTensor(pattern, v), ms.SparseTensor(pattern, w)
     with ms.backend(backend):
-        equal(S.with_values(a * v + b * w) @ x, a * (S @ x) + b * (R @ x))
-        equal(S @ (a * x + b * y), a * (S @ x) + b * (S @ y))
+        check_equal(S.with_values(a * v + b * w) @ x, a * (S @ x) + b * (R @ x))
+        check_equal(S @ (a * x + b * y), a * (S @ x) + b * (S @ y))
 
 
 @BACKENDS
@@ -138,7 +138,7 @@ def test_sddmm_is_the_dense_product_read_at_the_entries(backend, data, dtype):
     with ms.backend(backend):
         S = ms.sddmm(U, V, p)
         assert S.pattern is p
-        equal(S.values, entries(p, full.astype(dtype)))
+        check_equal(S.values, entries(p, full.astype(dtype)))
 
 
 SPECIAL = st.sampled_from([0.0, 1.0, -2.0, np.inf, -np.inf, np.nan])
@@ -159,8 +159,8 @@ def test_nan_and_inf_reach_what_they_touch_and_nothing_else(backend, data):
                 y[i] += v[e] * x[p.indices[e]]
                 w[e] = u[i, 0] * x[p.indices[e], 0] + u[i, 1] * x[p.indices[e], 1]
         with ms.backend(backend):
-            equal(ms.SparseTensor(p, v) @ x, y)
-            equal(ms.sddmm(u, x, p).values, w)
+            check_equal(ms.SparseTensor(p, v) @ x, y)
+            check_equal(ms.sddmm(u, x, p).values, w)
 
 
 # ------------------------------------------------------------------------------------- gradients
@@ -178,8 +178,8 @@ def test_gradients_are_the_dense_ones_read_at_the_entries(backend, data, dtype):
     D = leaf(matrix(S.pattern, S.values.data))
     dense_x = leaf(x.data)
     ms.matmul(D, dense_x).backward(g)
-    equal(S.grad, entries(S.pattern, D.grad))
-    equal(x.grad, dense_x.grad)
+    check_equal(S.grad, entries(S.pattern, D.grad))
+    check_equal(x.grad, dense_x.grad)
 
 
 @BACKENDS
@@ -196,8 +196,8 @@ def test_gradients_of_dense_times_sparse(backend, data, dtype):
         (from_array,) = ms.grad(x @ S, [S], g)
         y.backward(g)
     ms.matmul(dense_x, D).backward(g)
-    equal(S.grad, entries(S.pattern, D.grad))
-    equal(tensor.grad, dense_x.grad)
+    check_equal(S.grad, entries(S.pattern, D.grad))
+    check_equal(tensor.grad, dense_x.grad)
     assert bits(from_array) == bits(S.grad)
 
 
@@ -212,8 +212,8 @@ def test_gradients_of_sddmm_are_products(backend, data):
     with ms.backend(backend):
         ms.sddmm(U, V, p).values.backward(g)
     G = matrix(p, g)
-    equal(U.grad, G @ V.data)
-    equal(V.grad, G.T @ U.data)
+    check_equal(U.grad, G @ V.data)
+    check_equal(V.grad, G.T @ U.data)
 
 
 @given(data=st.data())
@@ -225,7 +225,7 @@ def test_gradient_through_transposes_and_sums_of_products(data):
     g = data.draw(mt.cotangents(shape=joined.shape, exact=True))
     joined.backward(g)
     total = g[:, :k] + g[:, k : 2 * k] + 2 * g[:, 2 * k :]
-    equal(S.grad, entries(S.pattern, total @ x.T))
+    check_equal(S.grad, entries(S.pattern, total @ x.T))
 
 
 @given(data=st.data())
@@ -233,19 +233,19 @@ def test_to_dense_and_from_dense_are_inverse_and_adjoint(data):
     """CASES 9: values that require grad stay attached."""
     S = data.draw(mt.sparse_tensors(exact=True, requires_grad=True))
     D = numbers(data, S.shape)
-    equal(S.to_dense(), matrix(S.pattern, S.values.data))
+    check_equal(S.to_dense(), matrix(S.pattern, S.values.data))
     back = ms.SparseTensor.from_dense(S.to_dense(), S.pattern)
-    equal(back.values, S.values)
+    check_equal(back.values, S.values)
     read = ms.SparseTensor.from_dense(D, S.pattern)
-    equal(read.values, entries(S.pattern, D))
+    check_equal(read.values, entries(S.pattern, D))
     assert np.sum(S.to_dense().data * D) == np.sum(S.values.data * read.values.data)
     g = data.draw(mt.cotangents(shape=S.shape, exact=True))
     S.to_dense().backward(g)
-    equal(S.grad, entries(S.pattern, g))
+    check_equal(S.grad, entries(S.pattern, g))
     dense = leaf(D)
     h = data.draw(mt.cotangents(shape=(S.nnz,), exact=True))
     ms.SparseTensor.from_dense(dense, S.pattern).values.backward(h)
-    equal(dense.grad, matrix(S.pattern, h))
+    check_equal(dense.grad, matrix(S.pattern, h))
 
 
 @BACKENDS
@@ -260,17 +260,17 @@ def test_gather_and_segment_sum_are_adjoint(backend, data, n_source):
             mss.gather(x, index_map=index_map),
             mss.segment_sum(y, index_map=index_map),
         )
-        equal(down, np.array([x.data[i] if i >= 0 else 0.0 for i in index_map.index]))
+        check_equal(down, np.array([x.data[i] if i >= 0 else 0.0 for i in index_map.index]))
         sums = np.zeros(n_source)
         for i, value in zip(index_map.index, y.data, strict=True):
             if i >= 0:
                 sums[i] += value
-        equal(up, sums)
+        check_equal(up, sums)
         assert down.data @ y.data == x.data @ up.data
         down.backward(y.data)
         up.backward(x.data)
-    equal(x.grad, up)
-    equal(y.grad, down)
+    check_equal(x.grad, up)
+    check_equal(y.grad, down)
 
 
 # ------------------------------------------------------------------------ sums and elementwise
@@ -284,12 +284,12 @@ def test_sums_and_products_entry_by_entry(data, dtype):
     for f in (operator.add, operator.sub, operator.mul):
         T = f(S, R)
         assert T.pattern == S.pattern
-        equal(T.values, f(S.values.data, R.values.data))
-        equal(T.to_dense(), f(S.to_dense().data, R.to_dense().data))
+        check_equal(T.values, f(S.values.data, R.values.data))
+        check_equal(T.to_dense(), f(S.to_dense().data, R.to_dense().data))
     assert (S - S).nnz == S.nnz
     for T in (S * 2, 2 * S, S / 0.5, ms.multiply(2.0, S), -(S * -2)):
         assert T.pattern is S.pattern
-        equal(T.values, 2 * S.values.data)
+        check_equal(T.values, 2 * S.values.data)
 
 
 @given(data=st.data(), dtype=DTYPES)
@@ -301,13 +301,13 @@ def test_sparse_times_broadcast_dense(data, dtype):
     d = leaf(numbers(data, data.draw(st.sampled_from(shapes)), dtype))
     T = data.draw(st.sampled_from([operator.mul, lambda x, y: y * x]))(S, d)
     assert T.pattern == S.pattern
-    equal(T.to_dense(), S.to_dense().data * d.data)
+    check_equal(T.to_dense(), S.to_dense().data * d.data)
     g = data.draw(mt.cotangents(shape=(S.nnz,), dtype=dtype, exact=True))
     T.values.backward(g)
     D, dense_d = leaf(S.to_dense().data), leaf(d.data)
     ms.multiply(D, dense_d).backward(matrix(S.pattern, g))
-    equal(S.grad, entries(S.pattern, D.grad))
-    equal(d.grad, dense_d.grad)
+    check_equal(S.grad, entries(S.pattern, D.grad))
+    check_equal(d.grad, dense_d.grad)
 
 
 @given(data=st.data())
@@ -315,11 +315,11 @@ def test_transposed_views(data):
     S = data.draw(mt.sparse_tensors(exact=True, requires_grad=True))
     assert S.T.T is S
     assert S.T.shape == S.shape[::-1]
-    equal(S.T.to_dense(), S.to_dense().data.T)
-    equal((S.T + S.T).to_dense(), 2 * S.to_dense().data.T)
+    check_equal(S.T.to_dense(), S.to_dense().data.T)
+    check_equal((S.T + S.T).to_dense(), 2 * S.to_dense().data.T)
     g = data.draw(mt.cotangents(shape=S.shape[::-1], exact=True))
     S.T.to_dense().backward(g)
-    equal(S.grad, entries(S.pattern, g.T))
+    check_equal(S.grad, entries(S.pattern, g.T))
 
 
 # --------------------------------------------------------------------------------------- layouts
@@ -429,8 +429,8 @@ def test_parameter_against_a_dictionary(data):
     assert [tuple(p) for p in zip(W.pattern.rows, W.pattern.indices, strict=True)] == places
     assert W.n_free == len(weights)
     assert (W.values is W.free) == (sum(map(len, weights.values())) == len(weights) == len(places))
-    equal(W.values, np.array([values[p] for p in places], float))
-    equal(W.free, np.array([values[group[0]] for group in weights.values()], float))
+    check_equal(W.values, np.array([values[p] for p in places], float))
+    check_equal(W.free, np.array([values[group[0]] for group in weights.values()], float))
 
     x = numbers(data, (A.shape[1], 2))
     opt = ms.optim.SGD([W], lr=0.5)
@@ -443,12 +443,12 @@ def test_parameter_against_a_dictionary(data):
         y.backward(g)
         full = g @ x.T
         expected = [sum(full[p] for p in group) for group in weights.values()]
-        equal(W.grad, np.array(expected, float))
+        check_equal(W.grad, np.array(expected, float))
         opt.step()
         for group, d in zip(weights.values(), expected, strict=True):
             for place in group:
                 values[place] -= 0.5 * d
-        equal(W.values, np.array([values[p] for p in places], float))
+        check_equal(W.values, np.array([values[p] for p in places], float))
 
 
 @given(data=st.data(), dtype=DTYPES)
@@ -508,7 +508,7 @@ def test_prune_keeps_the_largest(data, dtype):
     p = W.pattern
     assert small.dtype == dtype
     assert small.shape == W.shape
-    equal(small.values, v[kept])
+    check_equal(small.values, v[kept])
     assert small.pattern.rows.tolist() == p.rows[kept].tolist()
     assert small.pattern.indices.tolist() == p.indices[kept].tolist()
     # What was one weight is one weight still, what was constant is constant.
@@ -526,7 +526,7 @@ def test_prune_a_dense_matrix(data):
     W = ms.SparseParameter.prune(D, keep=keep)
     flat = D.ravel()
     kept = sorted(sorted(range(D.size), key=lambda e: (-abs(flat[e]), e))[:keep])
-    equal(W.values, flat[kept])
+    check_equal(W.values, flat[kept])
     assert (W.pattern.rows * D.shape[1] + W.pattern.indices).tolist() == kept
 
 
@@ -537,7 +537,7 @@ def test_from_dense_with_a_mask(data):
     mask = data.draw(hnp.arrays(bool, D.shape))
     W = ms.SparseParameter.from_dense(D, mask)
     assert W.n_free == W.nnz == mask.sum()
-    equal(W.to_dense(), np.where(mask, D, 0.0))
+    check_equal(W.to_dense(), np.where(mask, D, 0.0))
 
 
 # ------------------------------------------------------------------------------------- SciPy input
@@ -589,7 +589,7 @@ def test_any_scipy_matrix_comes_out_canonical_and_is_left_alone(take, data, read
     if A.format != "dok":
         assert {k: id(v) for k, v in now.items()} == identities
     if isinstance(got, ms.Tensor):
-        equal(got, D)
+        check_equal(got, D)
         return
     p = got if isinstance(got, ms.Pattern) else got.pattern
     assert p.shape == A.shape
@@ -600,7 +600,7 @@ def test_any_scipy_matrix_comes_out_canonical_and_is_left_alone(take, data, read
     if A.format not in ("dia", "bsr", "lil", "dok"):  # whose conversions drop or add zeros
         np.testing.assert_array_equal(p.to_mask(), mask)
     if isinstance(got, ms.SparseTensor):
-        equal(got.to_dense(), D)
+        check_equal(got.to_dense(), D)
         for v in now.values():
             assert v.dtype == object or not np.shares_memory(v, got.values.data)
 
@@ -612,7 +612,7 @@ def test_stale_flags_of_a_scipy_matrix_are_not_believed(A, lie):
     A.has_sorted_indices = A.has_canonical_format = lie
     before = copied(stored_arrays(A))
     S = ms.SparseTensor.from_scipy(A)
-    equal(S.to_dense(), D)
+    check_equal(S.to_dense(), D)
     assert copied(stored_arrays(A)) == before
     assert S.pattern == ms.Pattern(S.shape, S.pattern.indptr, S.pattern.indices)
 
@@ -726,12 +726,12 @@ def test_from_coords_adds_up_what_is_given_twice(data, shape):
     for cell, v in zip(given, values.data, strict=True):
         expected[cell] += v
     S = ms.SparseTensor.from_coords(rows, cols, values, shape)
-    equal(S.to_dense(), expected)
+    check_equal(S.to_dense(), expected)
     assert S.nnz == len(set(given))
     assert S.pattern == ms.Pattern.from_coords(rows, cols, shape)
     g = data.draw(mt.cotangents(shape=shape, exact=True))
     S.to_dense().backward(g)
-    equal(values.grad, np.array([g[c] for c in given], float))
+    check_equal(values.grad, np.array([g[c] for c in given], float))
 
 
 @given(data=st.data(), shape=SIDES, rows=st.lists(st.integers(-2, 7), min_size=1, max_size=4))
