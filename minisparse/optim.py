@@ -258,8 +258,8 @@ class Adam(Optimizer):
             raise ValueError(f"{type(self).__name__}: betas={betas} must be two numbers in [0, 1)")
 
     def _new_state(self, p):
-        moments = (np.zeros_like(p, order="C") for _ in range(2))
-        return dict(zip(("step", "mean", "mean_square"), (0, *moments), strict=True))
+        zeros = np.zeros_like(p, order="C")
+        return {"step": 0, "mean": zeros, "mean_square": zeros.copy()}
 
     def _update(self, p, array, group):
         state = self._state_of(p)
