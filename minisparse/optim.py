@@ -144,7 +144,7 @@ class Optimizer:
                 if value.shape != like.shape or value.dtype.kind != like.dtype.kind:
                     wrong = f"{value.dtype} of shape {value.shape}, not {like.dtype} {like.shape}"
                     raise ValueError(f"{name}: {key} of parameter {i} is {wrong}")
-                fresh[key] = value.item() if key == "step" else value.astype(like.dtype)
+                fresh[key] = value.item() if key == "step" else value.astype(like.dtype, order="C")
             if fresh.get("step", 0) < 0:
                 raise ValueError(f"{name}: step of parameter {i} is {fresh['step']}")
             loaded[leaves[i]] = fresh
