@@ -427,7 +427,7 @@ def _wide(dtype):
 
 def _as_shape(shape):
     try:
-        n_rows, n_cols = map(operator.index, shape)
+        n_rows, n_cols = (operator.index(n) for n in shape if not isinstance(n, np.bool_))
     except (TypeError, ValueError):
         raise TypeError(f"a shape is a pair of integers, got {shape!r}") from None
     if n_rows < 0 or n_cols < 0 or n_rows * n_cols > np.iinfo(np.int64).max:

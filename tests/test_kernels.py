@@ -577,7 +577,7 @@ def test_pool_among_threads(pool):
 def test_import_starts_nothing(in_new_process):
     """CASES 39."""
     in_new_process("""
-import os, sys, threading, numpy
+import os, sys, threading, numpy, scipy.sparse
 def state():
     tasks = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
     return tasks, threading.active_count(), dict(os.environ), dict(numpy.geterr())
