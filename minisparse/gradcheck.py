@@ -48,7 +48,7 @@ def gradcheck(f, inputs, *, order=1, eps=None, rtol=None, atol=None, rng=0) -> b
     The numbers compared are derivatives of ``sum(c * f(...))`` with a random cotangent c.  A rule
     is also asked for each gradient alone, and for cotangents that are opposite, sliced, transposed,
     reversed, read-only and of stride 0, as they may be in a real graph; a rule that gives something
-    else then is reported.  Cost: two calls of `f` for each number in the inputs.
+    else then is reported.  Cost: at least two calls of `f` for each number in the inputs.
 
     Examples
     --------

@@ -26,6 +26,7 @@ import scipy.sparse as sp
 
 from . import kernels, ops
 from .engine import Tensor, as_floats, as_operand, is_grad_enabled, primitive, raw, tensor
+from .ops.shapes import swapped
 from .pattern import IndexMap, Pattern, PatternMismatchError, _flat, _from_flat, canonical
 
 # ----------------------------------------------------------------------------------- primitives
@@ -51,7 +52,8 @@ def spmm(values, x, *, pattern, transpose=False):
 
     Notes
     -----
-    Time O(nnz·k); no memory beyond the result, of shape (n_rows, k) (or (n_cols, k)).
+    Time O(nnz·k).  Memory beyond the result: at most a copy of `x`, where it is not in C order, or
+    where cutting it into panels makes the product faster.
     """
     shape = pattern.shape[::-1] if transpose else pattern.shape
     if x.ndim not in (1, 2) or x.shape[0] != shape[1]:
@@ -332,7 +334,7 @@ class _Transposed(SparseTensor):
 
 
 _DENSE = (Tensor, np.ndarray, float, int)  # asked first, since these are what most products meet
-_RECORDED = (Tensor, SparseTensor)
+_OURS = (Tensor, SparseTensor)
 
 
 def _is_sparse(x):
@@ -364,7 +366,7 @@ def matmul(x, y):
     ValueError
         If the shapes do not fit.
     TypeError
-        If both are sparse, or two Tensors differ in dtype.
+        If both are sparse and one is a SparseTensor, or two Tensors differ in dtype.
 
     Notes
     -----
@@ -384,22 +386,13 @@ def matmul(x, y):
     left, right = _is_sparse(x), _is_sparse(y)
     if not (left or right):
         return ops.matmul(x, y)
-    if not (isinstance(x, _RECORDED) or isinstance(y, _RECORDED)):
+    if not (isinstance(x, _OURS) or isinstance(y, _OURS)):
         return x @ y
     if left and right:
         raise TypeError("matmul: the product of two sparse matrices is not there")
     if left:
         return _sparse_dense(_as_sparse(x, y), y)
-    return _swapped(_sparse_dense(_as_sparse(y, x).T, _swapped(x)))  # X S = (Sᵀ Xᵀ)ᵀ
-
-
-def _swapped(x):
-    """Transpose the matrix, or each matrix of a stack; a vector is what it was."""
-    x = x if isinstance(x, Tensor) else np.asarray(x)
-    n = x.ndim
-    if n < 3:
-        return x if n < 2 else ops.transpose(x)
-    return ops.transpose(x, axes=(*range(n - 2), n - 1, n - 2))
+    return swapped(_sparse_dense(_as_sparse(y, x).T, swapped(x)))  # X S = (Sᵀ Xᵀ)ᵀ
 
 
 def _sparse_dense(S, x):
@@ -440,13 +433,14 @@ def multiply(x, y):
 
     Notes
     -----
-    Time and memory O(nnz), also for the gradients of a factor that is broadcast along an axis.
+    Time and memory O(nnz + n_rows + n_cols), also for the gradient of a factor that is broadcast
+    along an axis; that of a factor of the full shape is dense, as the factor is.
     """
     if not _is_sparse(x):
         x, y = y, x
     if not _is_sparse(x):
         return ops.multiply(y, x)
-    if not (isinstance(x, _RECORDED) or isinstance(y, _RECORDED)):
+    if not (isinstance(x, _OURS) or isinstance(y, _OURS)):
         return x.multiply(y)
     S = _as_sparse(x, y)
     return S._combined(_as_sparse(y, S), ops.multiply) if _is_sparse(y) else _scaled(S, y)

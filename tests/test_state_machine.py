@@ -104,6 +104,13 @@ class Node:
         self.saved, self.state, self.watched = (), "whole", None
 
 
+def seeded(x, tag, direction):
+    """Move x in a direction of its own; the dual number of the youngest tag stays outermost."""
+    if isinstance(x, Dual) and x.tag > tag:
+        return Dual(x.tag, seeded(x.v, tag, direction), x.t)
+    return Dual(tag, x, direction)
+
+
 def evaluate(node, seeds):
     """Return the value of a node as a dual number; seeds: {key: [(tag, direction), ...]}."""
     if not seeds.keys() & node.keys:
@@ -112,7 +119,7 @@ def evaluate(node, seeds):
     if node not in memo:
         x = node.f(seeds, *node.args) if node.args else node.value
         for tag, direction in seeds.get(node.key, ()):
-            x = Dual(tag, x, direction)
+            x = seeded(x, tag, direction)
         memo[node] = x
     return memo[node]
 

@@ -59,7 +59,7 @@ def _refuse(function, why="has no gradient rule"):
 
 @functools.cache
 def _defaults(function):
-    """Return the parameters of a NumPy function and their defaults; none where it does not say."""
+    """Return the parameters of a function and their defaults; none where NumPy does not say."""
     try:
         return {p.name: p.default for p in inspect.signature(function).parameters.values()}
     except ValueError:
@@ -190,7 +190,7 @@ class _Members:
         if defaults:
             kwargs = {**dict(zip(list(defaults)[first:], args[first:], strict=False)), **kwargs}
             args = args[:first] or (kwargs.pop(next(iter(defaults))),)
-        known = inspect.signature(own).parameters
+        known = _defaults(own)
         given = {k: v for k, v in kwargs.items() if k in known or v is not defaults.get(k, _refuse)}
         if set(given) - set(known):
             raise _refuse(function, f"with {', '.join(given)}= has no gradient rule")
@@ -218,7 +218,6 @@ def bind_operator(name, function):
     setattr(Tensor, f"__i{name}__", inplace)
 
 
-for _name, _function in {
-    "add": add, "sub": subtract, "mul": multiply, "truediv": divide, "pow": power, "matmul": matmul,
-}.items():  # fmt: skip
+# `@` and `*` take sparse operands too, and are bound where those are defined.
+for _name, _function in {"add": add, "sub": subtract, "truediv": divide, "pow": power}.items():
     bind_operator(_name, _function)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 
 import numpy as np
 
@@ -333,9 +334,15 @@ def where(condition, x, y):
     return _where(x, y, condition=np.array(raw(condition)))  # a copy: the caller's may change
 
 
-def _share(x, y, chosen):
-    """Return 1 where x is chosen, 1/2 at ties: how maximum and minimum divide a gradient."""
-    return np.where(x == y, 0.5, chosen).astype(x.dtype)
+def _shared(better):
+    """Return the rule of maximum or minimum: all to the better operand, half to each at a tie."""
+
+    def rule(g, need, x, y, x_shape, y_shape):
+        share = np.where(x == y, 0.5, better(x, y)).astype(x.dtype)
+        dx = fold(g * share, x_shape) if need[0] else None
+        return dx, fold(g * (1 - share), y_shape) if need[1] else None
+
+    return rule
 
 
 @primitive
@@ -344,13 +351,7 @@ def maximum(x, y):
     return np.maximum(x, y)
 
 
-@maximum.vjp
-def _(g, need, x, y, x_shape, y_shape):
-    share = _share(x, y, x > y)
-    return (
-        fold(g * share, x_shape) if need[0] else None,
-        fold(g * (1 - share), y_shape) if need[1] else None,
-    )
+maximum.vjp(_shared(operator.gt))
 
 
 @primitive
@@ -359,13 +360,7 @@ def minimum(x, y):
     return np.minimum(x, y)
 
 
-@minimum.vjp
-def _(g, need, x, y, x_shape, y_shape):
-    share = _share(x, y, x < y)
-    return (
-        fold(g * share, x_shape) if need[0] else None,
-        fold(g * (1 - share), y_shape) if need[1] else None,
-    )
+minimum.vjp(_shared(operator.lt))
 
 
 @primitive

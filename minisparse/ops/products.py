@@ -6,7 +6,7 @@ import numpy as np
 
 from ..engine import primitive, raw
 from .elementwise import multiply
-from .shapes import fold, reshape, transpose
+from .shapes import fold, reshape, swapped, transpose
 
 __all__ = [
     "dot", "matmul",
@@ -29,10 +29,10 @@ def _(g, need, x, y, x_shape, y_shape):
     dx = dy = None
     if need[0]:
         y = reshape(y, shape=(-1, 1)) if len(y_shape) == 1 else y
-        dx = reshape(fold(matmul(g, _swapped(y)), _matrix(x_shape, 0)), shape=x_shape)
+        dx = reshape(fold(matmul(g, swapped(y)), _matrix(x_shape, 0)), shape=x_shape)
     if need[1]:
         x = reshape(x, shape=(1, -1)) if len(x_shape) == 1 else x
-        dy = reshape(fold(matmul(_swapped(x), g), _matrix(y_shape, 1)), shape=y_shape)
+        dy = reshape(fold(matmul(swapped(x), g), _matrix(y_shape, 1)), shape=y_shape)
     return dx, dy
 
 
@@ -41,10 +41,6 @@ def _matrix(shape, side):
     if len(shape) > 1:
         return shape
     return (1, *shape) if side == 0 else (*shape, 1)
-
-
-def _swapped(x):
-    return transpose(x, axes=(*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
 
 
 def dot(x, y):

@@ -60,6 +60,12 @@ def _(g, need, axes):
     return transpose(g, axes=tuple(np.argsort(normalize_axis_tuple(axes, g.ndim))))
 
 
+def swapped(x):
+    """Transpose a matrix, or each matrix of a stack; a vector is what it was."""
+    n = raw(x).ndim
+    return x if n < 2 else transpose(x, axes=(*range(n - 2), n - 1, n - 2))
+
+
 @primitive
 def broadcast_to(x, *, shape):
     """Repeat `x` to `shape` by NumPy's rules, as a read-only view that stores nothing."""
