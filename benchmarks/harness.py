@@ -79,3 +79,17 @@ def measure(peers, workload, dtype=np.float32, threads=2, budget=4.0):
 def ask(pipe, kind, repeats):
     pipe.send((kind, repeats))
     return pipe.recv()
+
+
+def take_turns(repeats, **calls):
+    """Time calls within this process in rounds, thrice each; lower quartiles by name."""
+    seconds = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(repeats):
+        for name, call in calls.items():
+            for _ in range(3):
+                start = time.perf_counter()
+                call()
+                seconds[name].append(time.perf_counter() - start)
+    return {name: quartile(s) for name, s in seconds.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 import weakref
@@ -280,6 +281,26 @@ class Pattern:
         """The map that brings values in row order into column order."""
         return IndexMap(self.by_column[2], self.nnz)
 
+    @cached_property
+    def map_rows(self):
+        """The map that brings a number for each row to the entries of that row."""
+        return IndexMap(self.rows, self.shape[0], (self.indptr, np.arange(self.nnz)))
+
+    @cached_property
+    def map_columns(self):
+        """The map that brings a number for each column to the entries of that column."""
+        return IndexMap(self.indices, self.shape[1], self.by_column[::2])
+
+    @cached_property
+    def map_diagonal(self):
+        """The map that brings the entries to the places (i, i)."""
+        return IndexMap(self.find(Pattern.banded(self.shape, 0, 0)), self.nnz)
+
+    @cached_property
+    def _combined(self):
+        """What was derived from this pattern and others, by :func:`once`."""
+        return {}
+
     def find(self, other) -> np.ndarray:
         """Return the number here of each entry of `other`, -1 where it is absent.
 
@@ -352,15 +373,19 @@ class IndexMap:
     index : ndarray of int, shape (n,)
         Position in the source; -1 where there is none.
     n_source : int
+    segments : (indptr, positions), optional
+        Where they are known already.
 
     Notes
     -----
     Its adjoint, the segment sum, needs the positions of each source number: derived once, O(n).
     """
 
-    def __init__(self, index, n_source):
+    def __init__(self, index, n_source, segments=None):
         self.index = _frozen(index, _index_dtype(n_source, len(index)))
         self.n_source = n_source
+        if segments:
+            self.segments = tuple(_frozen(a, self.index.dtype) for a in segments)
 
     @cached_property
     def segments(self):
@@ -369,6 +394,39 @@ class IndexMap:
         indptr = np.searchsorted(self.index[order], np.arange(self.n_source + 1))
         order = order[indptr[0] :]  # the absent ones come first
         return _frozen(indptr - indptr[0], self.index.dtype), _frozen(order, self.index.dtype)
+
+
+# ------------------------------------------------------------ what is derived from several patterns
+
+_known: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # the first of equal patterns
+
+
+def once(derive):
+    """Make ``derive(*patterns)`` keep its result as long as the patterns live.
+
+    Patterns of equal content share one result, which must not hold the patterns themselves; None
+    and other hashable arguments may stand among them.
+    """
+
+    @functools.wraps(derive)
+    def look_up(*given):
+        args = [_known.setdefault(a.digest, a) if isinstance(a, Pattern) else a for a in given]
+        patterns = [a for a in args if isinstance(a, Pattern)]
+        home = patterns[0]
+        key = derive, *(a.digest if isinstance(a, Pattern) else a for a in args)
+        result = home._combined.get(key)
+        if result is None:
+            result = home._combined[key] = derive(*args)
+            for other in set(patterns) - {home}:
+                weakref.finalize(other, _forget, weakref.ref(home), key).atexit = False
+        return result
+
+    return look_up
+
+
+def _forget(home, key):
+    if home() is not None:
+        home()._combined.pop(key, None)
 
 
 # ------------------------------------------------------------------------- checking and building

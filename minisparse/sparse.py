@@ -20,6 +20,7 @@ import copy
 import math
 import operator
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import scipy.sparse as sp
@@ -27,7 +28,12 @@ import scipy.sparse as sp
 from . import kernels, ops
 from .engine import Tensor, as_floats, as_operand, is_grad_enabled, primitive, raw, tensor
 from .ops.shapes import swapped
-from .pattern import IndexMap, Pattern, PatternMismatchError, _flat, _from_flat, canonical
+from .pattern import IndexMap, Pattern, _flat, _from_flat, canonical
+
+if TYPE_CHECKING:
+    from ._members import SparseMembers as _Base  # what `algebra` binds, for type checkers
+else:
+    _Base = object
 
 # ----------------------------------------------------------------------------------- primitives
 
@@ -154,7 +160,7 @@ def _check_shape(name, x, *shape):
 # -------------------------------------------------------------------------------- sparse tensors
 
 
-class SparseTensor:
+class SparseTensor(_Base):
     """A matrix with `values` at the entries of `pattern` and nothing elsewhere.
 
     Parameters
@@ -265,6 +271,32 @@ class SparseTensor:
         """Return the dense matrix as a Tensor of shape (n_rows, n_cols), differentiably."""
         return spread(self.values, pattern=self.pattern)
 
+    def scale(self, *, rows=None, cols=None):
+        """Return the matrix with entries ``rows[i] · a_ij · cols[j]``, on the same pattern.
+
+        Parameters
+        ----------
+        rows, cols : Tensor or array_like of shape (n_rows,), (n_cols,), optional
+            Left out: ones.
+
+        Raises
+        ------
+        ValueError
+            If a shape does not fit.
+
+        Examples
+        --------
+        >>> import minisparse as ms
+        >>> ms.diag([1.0, 2.0]).scale(rows=[3.0, 4.0]).values
+        tensor([3., 8.])
+        """
+        values = self.values
+        if rows is not None:
+            values = values * gather(rows, index_map=self.pattern.map_rows)
+        if cols is not None:
+            values = values * gather(cols, index_map=self.pattern.map_columns)
+        return self.with_values(values)
+
     def __repr__(self):
         name = type(self).__name__.lstrip("_")
         return f"{name}(shape={self.shape}, nnz={self.nnz}, dtype={self.dtype})"
@@ -287,23 +319,8 @@ class SparseTensor:
     def __copy__(self):
         return copy.deepcopy(self)  # copies are independent, as those of a Tensor are
 
-    def _combined(self, other, function):
-        if not isinstance(other, SparseTensor):
-            return NotImplemented
-        if other.pattern != self.pattern:
-            raise PatternMismatchError(
-                f"{function.__name__} needs equal patterns: {self.pattern}, {other.pattern} differ"
-            )
-        return self.with_values(function(self.values, other.values))
-
-    def __add__(self, other):
-        return self._combined(other, ops.add)
-
-    def __sub__(self, other):
-        return self._combined(other, ops.subtract)
-
     def __truediv__(self, other):
-        if _is_sparse(other) or raw(other).ndim:
+        if is_sparse(other) or raw(other).ndim:
             return NotImplemented
         return self.with_values(self.values / other)
 
@@ -337,11 +354,11 @@ _DENSE = (Tensor, np.ndarray, float, int)  # asked first, since these are what m
 _OURS = (Tensor, SparseTensor)
 
 
-def _is_sparse(x):
+def is_sparse(x):
     return not isinstance(x, _DENSE) and (isinstance(x, SparseTensor) or sp.issparse(x))
 
 
-def _as_sparse(A, other):
+def as_sparse(A, other):
     """Return a sparse operand as a SparseTensor; a SciPy matrix takes the dtype of `other`."""
     dtype = getattr(other, "dtype", None)
     return A if isinstance(A, SparseTensor) else SparseTensor.from_scipy(A, dtype=dtype)
@@ -358,7 +375,7 @@ def matmul(x, y):
 
     Returns
     -------
-    Tensor
+    Tensor, or SparseTensor if both are sparse
         What SciPy or NumPy returns if no operand is a Tensor or SparseTensor.
 
     Raises
@@ -366,13 +383,16 @@ def matmul(x, y):
     ValueError
         If the shapes do not fit.
     TypeError
-        If both are sparse and one is a SparseTensor, or two Tensors differ in dtype.
+        If two Tensors differ in dtype.
 
     Notes
     -----
-    Time O(nnz·k).  The fast layout of the dense factor is C order with the sparse factor's columns
-    as rows; ``X @ S`` therefore runs without a copy where ``X.T`` is in C order, as the results of
-    such products are.  A SciPy matrix is brought to canonical form at each call: make a
+    Time O(nnz·k).  Two sparse factors give a SparseTensor with every entry that the product can
+    have, whatever its value; its pattern is worked out once for the two patterns.
+
+    The fast layout of the dense factor is C order with the sparse factor's columns as rows; ``X @
+    S`` therefore runs without a copy where ``X.T`` is in C order, as the results of such products
+    are.  A SciPy matrix is brought to canonical form at each call: make a
     SparseTensor of one that is used often.
 
     Examples
@@ -383,16 +403,16 @@ def matmul(x, y):
     >>> ms.matmul(sp.csr_array([[0.0, 3.0]]), x)
     tensor([6.], op=spmm)
     """
-    left, right = _is_sparse(x), _is_sparse(y)
+    left, right = is_sparse(x), is_sparse(y)
     if not (left or right):
         return ops.matmul(x, y)
     if not (isinstance(x, _OURS) or isinstance(y, _OURS)):
         return x @ y
     if left and right:
-        raise TypeError("matmul: the product of two sparse matrices is not there")
+        return as_sparse(x, y)._matmul(as_sparse(y, x))
     if left:
-        return _sparse_dense(_as_sparse(x, y), y)
-    return swapped(_sparse_dense(_as_sparse(y, x).T, swapped(x)))  # X S = (Sᵀ Xᵀ)ᵀ
+        return _sparse_dense(as_sparse(x, y), y)
+    return swapped(_sparse_dense(as_sparse(y, x).T, swapped(x)))  # X S = (Sᵀ Xᵀ)ᵀ
 
 
 def _sparse_dense(S, x):
@@ -415,7 +435,7 @@ def multiply(x, y):
     """Return ``x * y`` elementwise, either of which may be sparse.
 
     A sparse factor times a number or a dense one (broadcast to its shape) is a SparseTensor on its
-    pattern; two SparseTensors are multiplied entry by entry if their patterns are equal.
+    pattern; two sparse factors give one on the entries that both have.
 
     Parameters
     ----------
@@ -429,21 +449,21 @@ def multiply(x, y):
     Raises
     ------
     ValueError
-        If the shapes do not fit; PatternMismatchError if two patterns differ.
+        If the shapes do not fit.
 
     Notes
     -----
     Time and memory O(nnz + n_rows + n_cols), also for the gradient of a factor that is broadcast
     along an axis; that of a factor of the full shape is dense, as the factor is.
     """
-    if not _is_sparse(x):
+    if not is_sparse(x):
         x, y = y, x
-    if not _is_sparse(x):
+    if not is_sparse(x):
         return ops.multiply(y, x)
     if not (isinstance(x, _OURS) or isinstance(y, _OURS)):
         return x.multiply(y)
-    S = _as_sparse(x, y)
-    return S._combined(_as_sparse(y, S), ops.multiply) if _is_sparse(y) else _scaled(S, y)
+    S = as_sparse(x, y)
+    return S._multiply(as_sparse(y, S)) if is_sparse(y) else _scaled(S, y)
 
 
 def _scaled(S, d):
@@ -453,16 +473,14 @@ def _scaled(S, d):
         return S.with_values(S.values * d)
     if np.broadcast_shapes(d.shape, S.shape) != S.shape:
         raise ValueError(f"multiply: a factor of shape {d.shape} does not fit {S.shape}")
-    n_rows, n_cols = S.shape
     d_rows, d_cols = (1, *d.shape)[-2:]
     if (d_rows, d_cols) == S.shape:
         factor = sample(ops.reshape(d, shape=S.shape), pattern=S.pattern)
-    else:  # one number a row or a column (or one in all): an outer product, read at the entries
-        ones, flat = np.ones_like(raw(d), shape=max(S.shape)), ops.ravel(d)
-        u = ops.broadcast_to(flat, shape=(n_rows,)) if d_cols == 1 else ones[:n_rows]
-        v = ones[:n_cols] if d_cols == 1 else flat
-        factor = _sddmm(u, v, pattern=S.pattern)
-    return S.with_values(S.values * factor)
+        return S.with_values(S.values * factor)
+    flat = ops.ravel(d)  # one number for all, for each row, or for each column
+    if d.size == 1:
+        return S.with_values(S.values * flat)
+    return S.scale(rows=flat) if d_cols == 1 else S.scale(cols=flat)
 
 
 def _sparse_operator(name, function):

@@ -85,6 +85,18 @@ def segment_sum(x, indptr, order):
     return _kernels(x).segment_sum(x, indptr, order)
 
 
+def row_max(plan, values):
+    return _kernels(values).row_max(plan, values)
+
+
+def spgemm(plan, plan_a, plan_b, a, b):
+    return _kernels(a).spgemm(plan, plan_a, plan_b, a, b)
+
+
+def spgemm_dot(plan, plan_x, plan_y, x, y):
+    return _kernels(x).spgemm_dot(plan, plan_x, plan_y, x, y)
+
+
 def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0):
     _kernels(p).sgd(p, g, buf, lr, momentum, nesterov, weight_decay)
 
@@ -97,7 +109,8 @@ def contiguous(x):
     return _kernels(x).contiguous(x)
 
 
-for _f in (spmm, sddmm, gather, segment_sum, sgd, adam, contiguous):
+_DOORS = spmm, sddmm, gather, segment_sum, row_max, spgemm, spgemm_dot, sgd, adam, contiguous
+for _f in _DOORS:
     _f.__doc__ = getattr(reference, _f.__name__).__doc__
 
 

@@ -426,10 +426,8 @@ def _gather(chunk, chunks, out, x, index, base, ahead):
         if ahead:
             prefetch(zeros(x, 4), x, np.int64(get(index, min(e + ahead, last))))
         at = get(index, e)
-        if at >= 0:
-            put(out, e, get(x, at))
-        else:
-            put(out, e, get(base, e) if based else none)
+        value = get(x, max(at, 0))  # read in any case: a branch here is mispredicted half the time
+        put(out, e, value if at >= 0 else get(base, e) if based else none)
 
 
 @body
@@ -442,6 +440,76 @@ def _segment_sum(chunk, chunks, out, x, ptr, order):
         for p in range(get(ptr, s), get(ptr, s + 1)):
             value += get(x, get(order, p))
         put(out, s, value)
+
+
+@body
+def _row_max(chunk, chunks, out, values, ptr):
+    n, empty = len(ptr) - 1, values.dtype.type(-np.inf)
+    out, values, ptr = data(out), data(values), data(ptr)
+    first, bound = _rows(chunk, chunks, ptr, n)
+    for i in range(first, bound):
+        best = empty
+        for e in range(get(ptr, i), get(ptr, i + 1)):
+            value = get(values, e)
+            if value > best or value != value:
+                best = value
+        put(out, i, best)
+
+
+@inlined
+def _ask(line, values, ptr, indices, i):
+    """Ask for the start of row i."""
+    start = np.int64(get(ptr, i))
+    prefetch(line, values, start)
+    prefetch(line, indices, start)
+
+
+@body
+def _spgemm(chunk, chunks, out, dense, a, b, ptr, indices, ptr_a, indices_a, ptr_b, indices_b):
+    """Row `chunk` of `dense` is zeros, before and after."""
+    n, at, zero = len(ptr) - 1, np.int64(chunk) * dense.shape[1], a.dtype.type(0)
+    last, line = len(indices_a) - 1, zeros(a, 64)
+    out, dense, a, b, ptr, indices = (
+        data(out), data(dense), data(a), data(b), data(ptr), data(indices),
+    )  # fmt: skip
+    ptr_a, indices_a, ptr_b, indices_b = data(ptr_a), data(indices_a), data(ptr_b), data(indices_b)
+    first, bound = _rows(chunk, chunks, ptr, n)
+    for i in range(first, bound):
+        for e in range(get(ptr_a, i), get(ptr_a, i + 1)):
+            _ask(line, b, ptr_b, indices_b, get(indices_a, min(e + 8, last)))
+            value, j = get(a, e), get(indices_a, e)
+            for f in range(get(ptr_b, j), get(ptr_b, j + 1)):
+                c = at + get(indices_b, f)
+                put(dense, c, get(dense, c) + value * get(b, f))
+        for e in range(get(ptr, i), get(ptr, i + 1)):
+            c = at + get(indices, e)
+            put(out, e, get(dense, c))
+            put(dense, c, zero)
+
+
+@body
+def _spgemm_dot(
+    chunk, chunks, out, dense, x, y, ptr, indices, perm, ptr_x, indices_x, perm_x, ptr_y, indices_y
+):
+    """An empty `perm` stands for the entries as they come."""
+    n, at, zero = len(ptr) - 1, np.int64(chunk) * dense.shape[1], x.dtype.type(0)
+    permuted, permuted_x = len(perm) > 0, len(perm_x) > 0
+    last, line = len(indices) - 1, zeros(x, 64)
+    out, dense, x, y, ptr, indices, perm = (
+        data(out), data(dense), data(x), data(y), data(ptr), data(indices), data(perm),
+    )  # fmt: skip
+    ptr_x, indices_x, perm_x, ptr_y = data(ptr_x), data(indices_x), data(perm_x), data(ptr_y)
+    indices_y = data(indices_y)
+    first, bound = _rows(chunk, chunks, ptr_x, n)
+    for i in range(first, bound):
+        for e in range(get(ptr_x, i), get(ptr_x, i + 1)):
+            put(dense, at + get(indices_x, e), _value(x, perm_x, permuted_x, e))
+        for e in range(get(ptr, i), get(ptr, i + 1)):
+            _ask(line, y, ptr_y, indices_y, get(indices, min(e + 8, last)))
+            j, total = get(indices, e), zero
+            for f in range(get(ptr_y, j), get(ptr_y, j + 1)):
+                total += get(dense, at + get(indices_y, f)) * get(y, f)
+            put(out, np.int64(get(perm, e)) if permuted else np.int64(e), total)
 
 
 @body
@@ -571,7 +639,7 @@ class _Kernel:
         self.body, self.written = body.py_func, written
         self.serial, self.parallel = {}, {}
 
-    def __call__(self, key, work, *args):
+    def __call__(self, key, work, *args, most=MAX_CHUNKS):
         """Run the kernel; `key` stands for the types of the arrays in `args`."""
         kernel = self.serial.get(key) or self.compile(key, args)
         if work > PARALLEL_WORK and not _forked and get_num_threads() > 1:
@@ -581,7 +649,7 @@ class _Kernel:
             if busy.acquire(blocking=False):
                 try:
                     kernel, address = self.parallel.get(key) or self.compile_parallel(key)
-                    chunks = min(int(work) // CHUNK_WORK + 1, MAX_CHUNKS)
+                    chunks = min(int(work) // CHUNK_WORK + 1, most)
                     kernel(min(get_num_threads(), chunks), chunks, address, args)
                     return
                 finally:
@@ -632,9 +700,9 @@ def _compile(function, signature, **options):
                 kernel._cache.flush()
 
 
-_KERNELS = _SPMM, _SDDMM, _GATHER, _SEGMENT_SUM, _COPY, _SGD, _ADAM = (
-    *map(_Kernel, (_spmm, _sddmm, _gather, _segment_sum, _copy)),
-    _Kernel(_sgd, written=2),
+_KERNELS = _SPMM, _SDDMM, _GATHER, _SEGMENT_SUM, _ROW_MAX, _COPY, _SPGEMM, _DOT, _SGD, _ADAM = (
+    *map(_Kernel, (_spmm, _sddmm, _gather, _segment_sum, _row_max, _copy)),
+    *(_Kernel(body, written=2) for body in (_spgemm, _spgemm_dot, _sgd)),
     _Kernel(_adam, written=3),
 )
 
@@ -758,6 +826,7 @@ def gather(x, index, base=None):
     x, index = contiguous(x), contiguous(index)
     out = empty((len(index),), x.dtype)
     base = x[:0] if base is None else contiguous(base)
+    x = x if len(x) else np.zeros(1, x.dtype)
     key = x.dtype.char + index.dtype.char
     _GATHER(key, 32 * len(index), out, x, index, base, _ahead(x[:, None]))
     return out
@@ -770,6 +839,44 @@ def segment_sum(x, indptr, order):
     key = x.dtype.char + indptr.dtype.char + order.dtype.char
     _SEGMENT_SUM(key, 32 * (len(order) + len(out)), out, x, indptr, order)
     return out
+
+
+def row_max(plan, values):
+    """See reference."""
+    out = empty((plan.n_rows,), values.dtype)
+    key = values.dtype.char + plan.indices.dtype.char
+    _ROW_MAX(key, 32 * (plan.nnz + plan.n_rows), out, contiguous(values), plan.indptr)
+    return out
+
+
+def _by_dense_rows(kernel, plan, rows, x, y, *structure):
+    """Run a kernel that lays rows out in dense vectors, of zeros, one for each chunk.
+
+    `rows` is the plan of these rows; the entries in them stand for the work.
+    """
+    out = empty((plan.nnz,), x.dtype)
+    dense = np.zeros((2 * get_num_threads(), rows.n_cols), x.dtype)
+    key = x.dtype.char + "".join(array.dtype.char for array in structure)
+    arrays = out, dense, contiguous(x), contiguous(y), *structure
+    kernel(key, 64 * rows.nnz, *arrays, most=len(dense))
+    return out
+
+
+def spgemm(plan, plan_a, plan_b, a, b):
+    """See reference."""
+    structure = [array for p in (plan, plan_a, plan_b) for array in (p.indptr, p.indices)]
+    return _by_dense_rows(_SPGEMM, plan, plan, a, b, *structure)
+
+
+def spgemm_dot(plan, plan_x, plan_y, x, y):
+    """See reference."""
+    y = y if plan_y.perm is None else gather(y, plan_y.perm)  # they are read more than once
+    structure = [
+        array
+        for p in (plan, plan_x)
+        for array in (p.indptr, p.indices, p.indices[:0] if p.perm is None else p.perm)
+    ]
+    return _by_dense_rows(_DOT, plan, plan_x, x, y, *structure, plan_y.indptr, plan_y.indices)
 
 
 def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0):
@@ -797,6 +904,9 @@ def warmup(dtypes):
         sddmm(plan, x, x)
         gather(row, plan.indices)
         segment_sum(row, plan.indptr, plan.indices)
+        row_max(plan, row)
+        spgemm(plan, plan, plan, row, row)
+        spgemm_dot(plan, plan, plan, row, row)
         sgd(row, row.copy(), None, 0.1)
         adam(row, row.copy(), row.copy(), row.copy(), 1, 0.1, 0.9, 0.99, 1e-8)
         contiguous(np.ones((64, 65), dtype).T)

@@ -131,6 +131,103 @@ def segment_sum(x, indptr, order):
     return out
 
 
+def row_max(plan, values):
+    """Largest entry of each row: out[i] = max of values[e] over the entries e of row i.
+
+    Parameters
+    ----------
+    plan : Plan
+        Without a `perm`.
+    values : ndarray of shape (nnz,)
+
+    Returns
+    -------
+    ndarray of shape (n_rows,)
+        -inf for a row without entries; NaN where the row has one.
+
+    Notes
+    -----
+    O(nnz + n_rows).
+    """
+    out = np.full(plan.n_rows, -np.inf, values.dtype)
+    for i in range(plan.n_rows):
+        for e in range(plan.indptr[i], plan.indptr[i + 1]):
+            if values[e] > out[i] or values[e] != values[e]:
+                out[i] = values[e]
+    return out
+
+
+@np.errstate(all="ignore")
+def spgemm(plan, plan_a, plan_b, a, b):
+    """Sparse times sparse: out[e] = sum over j of A[i, j] B[j, c], entry e being (i, c).
+
+    Parameters
+    ----------
+    plan, plan_a, plan_b : Plan
+        The structures of the product, of A and of B, without a `perm`. That of the product holds
+        every (i, c) for which some j has both A[i, j] and B[j, c].
+    a, b : ndarray of shape (nnz of A,), (nnz of B,)
+
+    Returns
+    -------
+    ndarray of shape (nnz of the product,)
+
+    Notes
+    -----
+    O(nnz of all three + number of pairs of A[i, j] and B[j, c]); memory O(n_cols) for each thread
+    beside the result: one row of the product is summed in a dense vector.
+
+    References
+    ----------
+    Gustavson, "Two fast algorithms for sparse matrices: multiplication and permuted transposition",
+    ACM Transactions on Mathematical Software 4, 1978.
+    """
+    out, dense = np.zeros(plan.nnz, a.dtype), np.zeros(plan.n_cols, a.dtype)
+    for i in range(plan.n_rows):
+        for e in range(plan_a.indptr[i], plan_a.indptr[i + 1]):
+            j = plan_a.indices[e]
+            for f in range(plan_b.indptr[j], plan_b.indptr[j + 1]):
+                dense[plan_b.indices[f]] += a[e] * b[f]
+        for e in range(plan.indptr[i], plan.indptr[i + 1]):
+            out[e] = dense[plan.indices[e]]
+            dense[plan.indices[e]] = 0
+    return out
+
+
+@np.errstate(all="ignore")
+def spgemm_dot(plan, plan_x, plan_y, x, y):
+    """Rows of X times rows of Y, sampled: out[e] = sum over c of X[i, c] Y[j, c], e being (i, j).
+
+    Parameters
+    ----------
+    plan, plan_x, plan_y : Plan
+        The structures of the result, of X and of Y; each may have a `perm`. X holds every (i, c)
+        for which the result holds (i, j) and Y holds (j, c).
+    x, y : ndarray of shape (nnz of X,), (nnz of Y,)
+
+    Returns
+    -------
+    ndarray of shape (nnz of the result,)
+        In the order of the plan's values: the result of entry e is at e, or at ``perm[e]``.
+
+    Notes
+    -----
+    The gradient of `spgemm` with respect to A, where X is that of the product, and Y is B. Its cost
+    is that of `spgemm`: a row of X is laid out in a dense vector, from which the dot products read.
+    """
+    x = x if plan_x.perm is None else x[plan_x.perm]
+    y = y if plan_y.perm is None else y[plan_y.perm]
+    out, dense = np.zeros(plan.nnz, x.dtype), np.zeros(plan_x.n_cols, x.dtype)
+    for i in range(plan.n_rows):
+        for e in range(plan_x.indptr[i], plan_x.indptr[i + 1]):
+            dense[plan_x.indices[e]] = x[e]
+        for e in range(plan.indptr[i], plan.indptr[i + 1]):
+            j = plan.indices[e]
+            for f in range(plan_y.indptr[j], plan_y.indptr[j + 1]):
+                out[e if plan.perm is None else plan.perm[e]] += dense[plan_y.indices[f]] * y[f]
+    return out
+
+
 def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0):
     """One step of stochastic gradient descent, in place: p -= lr d.
 

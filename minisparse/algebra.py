@@ -1,0 +1,449 @@
+"""Sparse with sparse: sums, products, scaling, selection, assembly, and what rows hold.
+
+The structure of each result follows from the patterns alone: it is worked out once for the patterns
+that meet, kept while they live, and a training step is arithmetic on values.  A result holds every
+entry that its operands can give it, also one whose value comes out as zero.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import scipy.sparse as sp
+
+from . import kernels, ops
+from .engine import Tensor, primitive, raw, tensor
+from .pattern import IndexMap, Pattern, once
+from .sparse import SparseTensor, as_sparse, gather, segment_sum
+
+# ---------------------------------------------------------------------- union and intersection
+
+
+def _merged(p, q):
+    """Return the union of two patterns, and the number of each entry in p and q, -1 if absent."""
+    # One sum of SciPy's finds both: the numbers in p are its real parts, those in q the imaginary.
+    both = p.to_scipy(np.arange(1.0, p.nnz + 1)) + q.to_scipy(1j * np.arange(1.0, q.nnz + 1))
+    numbers = both.data.real.astype(np.int64) - 1, both.data.imag.astype(np.int64) - 1
+    return Pattern._trusted(p.shape, both.indptr, both.indices), *numbers
+
+
+@once
+def _union(p, q):
+    pattern, at_p, at_q = _merged(p, q)
+    return pattern, IndexMap(at_p, p.nnz), IndexMap(at_q, q.nnz)
+
+
+@once
+def _intersection(p, q):
+    pattern, at_p, at_q = _merged(p, q)
+    both = np.flatnonzero((at_p >= 0) & (at_q >= 0))
+    rows, columns = pattern.rows[both], pattern.indices[both]
+    pattern = Pattern.from_coords(rows, columns, p.shape)
+    return pattern, IndexMap(at_p[both], p.nnz), IndexMap(at_q[both], q.nnz)
+
+
+@primitive
+def _gathered_sum(a, b, *, map_a, map_b):
+    """Return the sum of two gathers, in one array."""
+    out = kernels.gather(a, map_a.index)
+    out += kernels.gather(b, map_b.index)
+    return out
+
+
+@_gathered_sum.vjp
+def _(g, need, map_a, map_b):
+    return (
+        segment_sum(g, index_map=map_a) if need[0] else None,
+        segment_sum(g, index_map=map_b) if need[1] else None,
+    )
+
+
+def _gathered_product(a, b, map_a, map_b):
+    return gather(a, index_map=map_a) * gather(b, index_map=map_b)
+
+
+def _elementwise(name, function, merge, merged):
+    """Make an operator of two sparse operands.
+
+    It is `function` where their patterns are equal; else `merge` gives the pattern of the result
+    and where its entries come from, and `merged` brings the values together.
+    """
+
+    def operator(x, y):
+        x, y = as_sparse(x, y), as_sparse(y, x)
+        if x.shape != y.shape:
+            raise ValueError(f"{name}: shapes {x.shape} and {y.shape} differ")
+        if x.pattern == y.pattern:
+            return x.with_values(function(x.values, y.values))
+        pattern, map_x, map_y = merge(x.pattern, y.pattern)
+        values = merged(x.values, y.values, map_x, map_y)
+        return SparseTensor(pattern, values)
+
+    return operator
+
+
+_add = _elementwise("add", ops.add, _union, _gathered_sum)
+_multiply = _elementwise("multiply", ops.multiply, _intersection, _gathered_product)
+
+# ------------------------------------------------------------------------------ matrix product
+
+
+@primitive
+def spgemm(a, b, *, left, right, out):
+    """Return the values of A B on the pattern `out`, where A has `a` on `left`, B `b` on `right`.
+
+    Parameters
+    ----------
+    a, b : Tensor or ndarray of shape (nnz of left,), (nnz of right,)
+    left, right : Pattern
+    out : Pattern
+        Holds all of the product.
+
+    Notes
+    -----
+    Time O(number of pairs of entries that meet), memory O(nnz + threads · n_cols); that of each of
+    its gradients is the same.
+    """
+    return kernels.spgemm(out.plan, left.plan, right.plan, a, b)
+
+
+@spgemm.vjp(a=1, b=0)
+def _(g, need, a, b, left, right, out):
+    return (
+        _spgemm_dot(g, b, left=out, right=right, out=left) if need[0] else None,
+        _spgemm_dot(g, a, left=out, right=left, out=right, transpose=True) if need[1] else None,
+    )
+
+
+@primitive
+def _spgemm_dot(x, y, *, left, right, out, transpose=False):
+    """Return the values of X Yᵀ on `out`, or of Yᵀ X if `transpose`: the gradients of a product.
+
+    X has `x` on `left`, which holds every product of the pattern `out` with that of Y, `right`.
+    The second is the first among transposes, (Yᵀ X)ᵀ = Xᵀ Y: the sums run down columns.
+    """
+    plans = [p.plan_T if transpose else p.plan for p in (out, left, right)]
+    return kernels.spgemm_dot(*plans, x, y)
+
+
+@_spgemm_dot.vjp(x=1, y=0)
+def _(g, need, x, y, left, right, out, transpose):
+    dx = dy = None
+    if need[0]:  # the product that has the pattern of X: G Y, or Y G
+        a, b = ((y, right), (g, out)) if transpose else ((g, out), (y, right))
+        dx = spgemm(a[0], b[0], left=a[1], right=b[1], out=left)
+    if need[1]:
+        dy = _spgemm_dot(x, g, left=left, right=out, out=right, transpose=not transpose)
+    return dx, dy
+
+
+@once
+def _product(p, q):
+    ones = [r.to_scipy(np.ones(r.nnz, dtype=bool)) for r in (p, q)]
+    return Pattern.from_scipy(ones[0] @ ones[1])
+
+
+def _matmul(x, y):
+    x, y = as_sparse(x, y), as_sparse(y, x)
+    p, q = x.pattern, y.pattern
+    if p.shape[1] != q.shape[0]:
+        raise ValueError(f"matmul: {p.shape} @ {q.shape}: {p.shape[1]} columns, {q.shape[0]} rows")
+    out = _product(p, q)
+    return SparseTensor(out, spgemm(x.values, y.values, left=p, right=q, out=out))
+
+
+# ------------------------------------------------------------------------------ rows and columns
+
+
+@primitive
+def _row_max(values, *, pattern):
+    """Return the largest of `values` in each row; ties share the gradient equally."""
+    return kernels.row_max(pattern.plan, values)
+
+
+@_row_max.vjp
+def _(g, need, values, out, pattern):
+    to_entries, to_rows = kernels.gather, kernels.segment_sum
+    index, segments = pattern.map_rows.index, pattern.map_rows.segments
+    hit = (raw(values) == to_entries(raw(out), index)).astype(values.dtype)
+    shares = hit / to_entries(np.maximum(to_rows(hit, *segments), 1), index)
+    return gather(g, index_map=pattern.map_rows) * shares
+
+
+def _row_top(values, pattern):
+    """Return the largest value of its row at each entry, 0 for -inf: what exponents start from."""
+    top = kernels.row_max(pattern.plan, values)
+    top[top == -np.inf] = 0
+    return top, kernels.gather(top, pattern.map_rows.index)
+
+
+@primitive
+def _row_softmax(values, *, pattern):
+    """Return ``exp(values)`` divided by its sum in each row; never overflows."""
+    e = np.exp(values - _row_top(values, pattern)[1])
+    total = kernels.segment_sum(e, *pattern.map_rows.segments)
+    return e / kernels.gather(total, pattern.map_rows.index)
+
+
+@_row_softmax.vjp
+def _(g, need, out, pattern):
+    weighted = g * out
+    total = segment_sum(weighted, index_map=pattern.map_rows)
+    return weighted - out * gather(total, index_map=pattern.map_rows)
+
+
+@primitive
+def _row_logsumexp(values, *, pattern):
+    """Return ``log(sum(exp(values)))`` of each row; -inf where it is empty or all -inf."""
+    top, at_entries = _row_top(values, pattern)
+    with np.errstate(divide="ignore"):
+        total = kernels.segment_sum(np.exp(values - at_entries), *pattern.map_rows.segments)
+        return np.log(total) + top
+
+
+@_row_logsumexp.vjp
+def _(g, need, values, out, pattern):
+    finite = ops.where(raw(out) == -np.inf, 0.0, out)  # exp(-inf - 0) = 0: no weight, no gradient
+    weights = ops.exp(values - gather(finite, index_map=pattern.map_rows))
+    return gather(g, index_map=pattern.map_rows) * weights
+
+
+def _select(pattern, rows):
+    """Return the pattern of some rows, and the number of each of its entries in `pattern`."""
+    counts = pattern.fan_in[rows].astype(np.int64)
+    ends = np.cumsum(counts)
+    shift = pattern.indptr[rows] - (ends - counts)
+    entries = np.repeat(shift, counts) + np.arange(counts.sum())
+    shape = len(rows), pattern.shape[1]
+    return Pattern._trusted(shape, np.append(0, ends), pattern.indices[entries]), entries
+
+
+class _Members(SparseTensor):
+    """What a SparseTensor can do beyond products with dense factors; bound to it below."""
+
+    def __add__(self, other):
+        if not self._takes(other):
+            return self if isinstance(other, int) and other == 0 else NotImplemented  # for sum()
+        return _add(self, other)
+
+    def __sub__(self, other):
+        return self + -other
+
+    def __rsub__(self, other):
+        return other + -self
+
+    __radd__ = __add__
+    _matmul, _multiply = _matmul, _multiply
+
+    @staticmethod
+    def _takes(other):
+        if isinstance(other, (Tensor, np.ndarray)):
+            raise TypeError("the sum of a sparse and a dense matrix is dense: S.to_dense() + D")
+        return isinstance(other, SparseTensor) or sp.issparse(other)
+
+    def __getitem__(self, rows):
+        """Return some rows, in the order given, as a SparseTensor.
+
+        Parameters
+        ----------
+        rows : integers (negative ones count from the end, repetitions are allowed), slice, or mask
+
+        Notes
+        -----
+        O(entries selected + rows selected).
+        """
+        chosen = np.arange(self.shape[0])[() if isinstance(rows, (tuple, Tensor)) else rows]
+        if isinstance(rows, (tuple, Tensor)) or chosen.ndim != 1:
+            raise TypeError("S[rows] takes a list of rows, a slice or a mask; S[[i]] gives one row")
+        pattern, entries = _select(self.pattern, chosen)
+        return SparseTensor(pattern, gather(self.values, index_map=IndexMap(entries, self.nnz)))
+
+    def sum(self, axis=None):
+        """Return the sum of the entries: of all, of each column (axis 0), of each row (axis 1)."""
+        if axis is None:
+            return ops.sum(self.values)
+        if axis not in (0, 1, -1, -2):
+            raise ValueError(f"sum: axis={axis!r} of a matrix; it is None, 0 or 1")
+        index_map = self.pattern.map_rows if axis in (1, -1) else self.pattern.map_columns
+        return segment_sum(self.values, index_map=index_map)
+
+    def diagonal(self):
+        """Return the entries (i, i) as a Tensor of shape (min(n_rows, n_cols),), 0 if absent."""
+        return gather(self.values, index_map=self.pattern.map_diagonal)
+
+    def row_mean(self):
+        """Return the mean of the stored entries of each row, shape (n_rows,); 0 of none."""
+        counts = np.maximum(self.pattern.fan_in, 1).astype(self.dtype)
+        return self.sum(axis=1) / counts
+
+    def row_max(self):
+        """Return the largest stored entry of each row, shape (n_rows,); -inf of none.
+
+        Ties share the gradient equally.
+        """
+        return _row_max(self.values, pattern=self.pattern)
+
+    def row_logsumexp(self):
+        """Return ``log(sum(exp(entries)))`` of each row, shape (n_rows,); -inf of none."""
+        return _row_logsumexp(self.values, pattern=self.pattern)
+
+    def row_softmax(self):
+        """Return ``exp(entry)`` divided by its sum over the stored entries of the row.
+
+        Returns
+        -------
+        SparseTensor
+            On the same pattern.
+
+        Examples
+        --------
+        >>> import minisparse as ms
+        >>> S = ms.SparseTensor(ms.Pattern((2, 3), [0, 2, 3], [0, 2, 1]), [1.0, 1.0, 5.0])
+        >>> S.row_softmax().values
+        tensor([0.5, 0.5, 1. ])
+        """
+        return self.with_values(_row_softmax(self.values, pattern=self.pattern))
+
+
+for _name, _member in vars(_Members).items():
+    if _name not in ("__module__", "__doc__"):
+        setattr(SparseTensor, _name, _member)
+
+# ------------------------------------------------------------------------------------- assembly
+
+
+@once
+def _layout(n_columns, *patterns):
+    """Return the pattern of a grid of blocks, and where its entries stand in their sequence."""
+    blocks, total = [], 0
+    for p in patterns:
+        numbers = None if p is None else np.arange(total, total + p.nnz)
+        blocks.append(p and p.to_scipy(numbers))
+        total += p.nnz if p else 0
+    grid = [blocks[i : i + n_columns] for i in range(0, len(blocks), n_columns)]
+    whole = sp.block_array(grid, format="csr")
+    whole.sort_indices()
+    return Pattern._trusted(whole.shape, whole.indptr, whole.indices), IndexMap(whole.data, total)
+
+
+def _as_blocks(blocks, what):
+    """Bring blocks to SparseTensors of one dtype: that of the first Tensor among them."""
+    ours = [b for b in blocks if isinstance(b, (Tensor, SparseTensor))]
+    dtype = ours[0].dtype if ours else None
+    made = []
+    for b in blocks:
+        if b is not None and not isinstance(b, SparseTensor):
+            if not sp.issparse(b):
+                b = b if isinstance(b, Tensor) else np.asarray(b)
+                if b.ndim != 2:
+                    raise ValueError(f"{what}: a block of shape {b.shape} is not a matrix")
+            if isinstance(b, Tensor):
+                b = SparseTensor(Pattern.dense(b.shape), ops.ravel(b))
+            else:
+                b = SparseTensor.from_scipy(sp.csr_array(b), dtype=dtype)
+        made.append(b)
+    return made
+
+
+def block(blocks):
+    """Assemble a matrix from a grid of blocks, as :func:`scipy.sparse.block_array`.
+
+    Parameters
+    ----------
+    blocks : list of lists
+        Each row as long as the others, of SparseTensors, SciPy matrices, Tensors and arrays of two
+        dimensions, and None for nothing.  Every entry of a Tensor belongs to the pattern; of an
+        array those that are not zero.
+
+    Returns
+    -------
+    SparseTensor
+        Differentiable in the values of every block.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit, or a row or column of the grid holds only None.
+    TypeError
+        If Tensors differ in dtype.
+
+    Notes
+    -----
+    The layout is worked out once for the patterns; a call costs O(nnz).
+
+    Examples
+    --------
+    >>> import scipy.sparse as sp
+    >>> import minisparse as ms
+    >>> W = ms.SparseParameter(sp.csr_array([[2.0, 0.0], [0.0, 3.0]]))
+    >>> ms.block([[None, -0.2 * sp.eye_array(2)], [W, None]]).to_scipy().toarray()
+    array([[ 0. ,  0. , -0.2,  0. ],
+           [ 0. ,  0. ,  0. , -0.2],
+           [ 2. ,  0. ,  0. ,  0. ],
+           [ 0. ,  3. ,  0. ,  0. ]])
+    """
+    grid = [list(row) for row in blocks]
+    flat = _as_blocks([b for row in grid for b in row], "block")
+    widths = {len(row) for row in grid}
+    if len(widths) != 1 or all(b is None for b in flat):
+        raise ValueError("block: needs rows of blocks, each as long as the others, not all None")
+    pattern, index_map = _layout(widths.pop(), *(b and b.pattern for b in flat))
+    values = ops.concatenate([b.values for b in flat if b is not None])
+    return SparseTensor(pattern, gather(values, index_map=index_map))
+
+
+def block_diag(blocks):
+    """Put blocks along the diagonal, and nothing elsewhere.
+
+    Parameters
+    ----------
+    blocks : sequence of SparseTensors, SciPy matrices, Tensors or arrays of two dimensions
+
+    Returns
+    -------
+    SparseTensor
+
+    Raises
+    ------
+    ValueError
+        If there is no block.
+
+    Notes
+    -----
+    O(nnz): a batch of graphs is one sparse matrix.
+
+    Examples
+    --------
+    >>> import minisparse as ms
+    >>> ms.block_diag([[[1.0, 2.0]], [[3.0]]]).to_scipy().toarray()
+    array([[1., 2., 0.],
+           [0., 0., 3.]])
+    """
+    blocks = _as_blocks(list(blocks), "block_diag")
+    if not blocks or None in blocks:
+        raise ValueError("block_diag: needs a list of matrices")
+    pattern = Pattern.block_diagonal([b.pattern for b in blocks])
+    return SparseTensor(pattern, ops.concatenate([b.values for b in blocks]))
+
+
+def diag(vector):
+    """Return the square matrix with a vector on its diagonal, and nothing elsewhere.
+
+    Parameters
+    ----------
+    vector : Tensor or array_like of shape (n,)
+
+    Returns
+    -------
+    SparseTensor
+        Of shape (n, n), with n entries.
+
+    Examples
+    --------
+    >>> import minisparse as ms
+    >>> ms.diag([1.0, 2.0]) @ [3.0, 4.0]
+    tensor([3., 8.])
+    """
+    vector = vector if isinstance(vector, Tensor) else tensor(vector)
+    if vector.ndim != 1:
+        raise ValueError(f"diag: needs a vector, got shape {vector.shape}")
+    return SparseTensor(Pattern.diagonal(len(vector)), vector)
