@@ -2,7 +2,7 @@
 
 import numpy as np
 import scipy.sparse as sp
-import scipy.sparse.linalg  # sp.linalg
+from scipy.sparse.linalg import splu
 
 import minisparse as ms
 
@@ -87,7 +87,7 @@ def solve(repeats, side=300):
         return ms.grad(ms.spsolve(W, b), [W, b], np.ones(b.shape))
 
     def scipy():
-        factor = sp.linalg.splu(A)
+        factor = splu(A)
         x, back = factor.solve(b.data), factor.solve(np.ones(b.shape), "T")
         return ms.sddmm(-back, x, W.pattern).values.data, back
 
@@ -131,7 +131,9 @@ def attention(repeats, threads, nodes=100_000, fan_in=10, heads=8, width=16):
         print("attention: torch is not installed")
     else:
         torch.set_num_threads(threads)
-        rows, columns = (torch.from_numpy(a.astype(np.int64)) for a in (pattern.rows, pattern.indices))
+        rows, columns = (
+            torch.from_numpy(a.astype(np.int64)) for a in (pattern.rows, pattern.indices)
+        )
         torch_x = torch.from_numpy(x)
         torch_w = torch.tensor(weights, requires_grad=True)
         torch_s = torch.tensor(scores, requires_grad=True)

@@ -169,19 +169,10 @@ def _(g, need, values, out, pattern):
     return gather(g, index_map=pattern.map_rows) * shares
 
 
-def _row_top(values, pattern):
-    """Return the largest value of its row at each entry, 0 for -inf: what exponents start from."""
-    top = kernels.row_max(pattern.plan, values)
-    top[top == -np.inf] = 0
-    return top, kernels.gather(top, pattern.map_rows.index)
-
-
 @primitive
 def _row_softmax(values, *, pattern):
     """Return ``exp(values)`` divided by its sum in each row; never overflows."""
-    e = np.exp(values - _row_top(values, pattern)[1])
-    total = kernels.segment_sum(e, *pattern.map_rows.segments)
-    return e / kernels.gather(total, pattern.map_rows.index)
+    return kernels.row_softmax(pattern.plan, values)
 
 
 @_row_softmax.vjp
@@ -194,10 +185,11 @@ def _(g, need, out, pattern):
 @primitive
 def _row_logsumexp(values, *, pattern):
     """Return ``log(sum(exp(values)))`` of each row; -inf where it is empty or all -inf."""
-    top, at_entries = _row_top(values, pattern)
-    with np.errstate(divide="ignore"):
-        total = kernels.segment_sum(np.exp(values - at_entries), *pattern.map_rows.segments)
-        return np.log(total) + top
+    top = kernels.row_max(pattern.plan, values)
+    top[np.isinf(top)] = 0
+    with np.errstate(divide="ignore", over="ignore"):  # log(0); exp beside an infinite entry
+        e = np.exp(values - kernels.gather(top, pattern.map_rows.index))
+        return np.log(kernels.segment_sum(e, *pattern.map_rows.segments)) + top
 
 
 @_row_logsumexp.vjp
@@ -382,10 +374,10 @@ def block(blocks):
            [ 0. ,  3. ,  0. ,  0. ]])
     """
     grid = [list(row) for row in blocks]
+    widths, lines = {len(row) for row in grid}, (*grid, *zip(*grid, strict=False))
+    if len(widths) != 1 or any(all(b is None for b in line) for line in lines):
+        raise ValueError("block: needs rows as long as one another, none and no column all None")
     flat = _as_blocks([b for row in grid for b in row], "block")
-    widths = {len(row) for row in grid}
-    if len(widths) != 1 or all(b is None for b in flat):
-        raise ValueError("block: needs rows of blocks, each as long as the others, not all None")
     pattern, index_map = _layout(widths.pop(), *(b and b.pattern for b in flat))
     values = ops.concatenate([b.values for b in flat if b is not None])
     return SparseTensor(pattern, gather(values, index_map=index_map))

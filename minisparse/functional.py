@@ -54,7 +54,8 @@ def _as_tuple(primals):
 
 def _dot(gradients, tangents, leaves, name):
     """Return the sum of ``<gradient, tangent>``, after checking the tangents."""
-    tangents = [raw(t) for t in _as_tuple(tangents)]
+    one = len(leaves) == 1 and not isinstance(tangents, tuple)
+    tangents = [raw(t) for t in ((tangents,) if one else tangents)]
     shapes, needed = [t.shape for t in tangents], [x.shape for x in leaves]
     if shapes != needed:
         raise ValueError(f"{name}: tangents of shapes {shapes}, the primals have {needed}")

@@ -29,12 +29,14 @@ def _(g, need, values, out, pattern, factor, transpose):
 
 def _factorised(S, values):
     """Factorise a sparse tensor once for each set of values: until they change in place."""
+    from scipy.sparse.linalg import splu
+
     seen, version, factor = _factors.get(S, (None, 0, None))
     if seen is not values._version or version != seen[0]:
         pattern = S.pattern
         A = sp.csc_array((values.data, pattern.indices, pattern.indptr), shape=pattern.shape)
         try:
-            factor = sp.linalg.splu(A)
+            factor = splu(A)
         except RuntimeError as error:
             raise np.linalg.LinAlgError(f"spsolve: {error} ({S!r} is singular)") from None
         _factors[S] = values._version, values._version[0], factor

@@ -290,11 +290,12 @@ class SparseTensor(_Base):
         >>> ms.diag([1.0, 2.0]).scale(rows=[3.0, 4.0]).values
         tensor([3., 8.])
         """
-        values = self.values
-        if rows is not None:
-            values = values * gather(rows, index_map=self.pattern.map_rows)
-        if cols is not None:
-            values = values * gather(cols, index_map=self.pattern.map_columns)
+        values, p = self.values, self.pattern
+        for name, factor, to in (("rows", rows, "map_rows"), ("cols", cols, "map_columns")):
+            if factor is not None:
+                factor = factor if isinstance(factor, Tensor) else np.asarray(factor)
+                _check_shape(f"scale: {name}", factor, p.shape[name == "cols"])
+                values = values * gather(factor, index_map=getattr(p, to))
         return self.with_values(values)
 
     def __repr__(self):

@@ -8,6 +8,7 @@ a test.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 
 import numpy as np
@@ -15,7 +16,7 @@ import scipy.sparse as sp
 import scipy.special
 
 import minisparse as ms
-from minisparse import ops
+from minisparse import algebra, linalg, ops
 from minisparse import sparse as mss
 from minisparse.pattern import IndexMap
 
@@ -52,6 +53,10 @@ class Row:
 P = ms.Pattern.random((5, 7), density=0.4, rng=1)
 TALL = ms.Pattern((3, 2), [0, 0, 2, 2], [0, 1])  # with empty rows
 EMPTY = ms.Pattern((3, 4), [0, 0, 0, 0], [])
+OTHER = ms.Pattern.random((5, 7), density=0.3, rng=2)
+FULL = ms.Pattern.banded((5, 7), 1, 3)
+RIGHT = ms.Pattern.random((7, 4), density=0.4, rng=3)
+SQUARE = ms.Pattern.banded((5, 5), 1, 2)
 MAP = IndexMap(np.array([2, -1, 0, 0, 3]), 4)
 BASE = np.array([9.0, -0.0, 9.0, 9.0, 9.0])
 
@@ -101,6 +106,28 @@ def reduction(name, inputs, reference=None, shape=(3, 4, 2)):
         Row(f"{name}{k}", bind(f, k), bind(reference, k), (inputs(*shape),), uses, errors)
         for k in choices
     ]
+
+
+def transposed(S, t):
+    return S.T if t else S
+
+
+def product(a, b, p, q, t):
+    return ms.SparseTensor(p, a) @ transposed(ms.SparseTensor(q, b), t)
+
+
+def product_reference(a, b, p, q, t):
+    masks = p.to_mask(), q.to_mask().T if t else q.to_mask()
+    return (dense(a, p) @ (dense(b, q).T if t else dense(b, q)))[
+        (masks[0].astype(int) @ masks[1]) > 0
+    ]
+
+
+def over_rows(f, v, p, t):
+    """Apply f to the stored entries of each row; join what it gives."""
+    values, mask = (dense(v, p).T, p.to_mask().T) if t else (dense(v, p), p.to_mask())
+    parts = [f(row[there]) for row, there in zip(values, mask, strict=True)]
+    return np.concatenate([np.zeros(0), *parts])
 
 
 def softmax_reference(x, axis=-1):
@@ -374,6 +401,209 @@ TABLE: list[Row] = [
         (ops.shapes.astype,),
         ((TypeError, lambda: ms.tensor([1.0]).astype(np.float16)),),
     ),
+    # ---------------------------------------------------------------------- sparse with sparse
+    *(
+        Row(
+            f"product of {left} and {right}{'T' * t}",
+            lambda a, b, p=left, q=right, t=t: product(a, b, p, q, t),
+            lambda a, b, p=left, q=right, t=t: product_reference(a, b, p, q, t),
+            (normal(left.nnz), normal(right.nnz)),
+            (algebra.spgemm, algebra._spgemm_dot),
+            (
+                (ValueError, lambda: P_TENSOR @ P_TENSOR),
+                (ValueError, lambda: P_TENSOR @ sp.eye_array(5)),
+                (TypeError, lambda: P_TENSOR @ P_TENSOR.T.astype(np.float32)),
+            ),
+            order=3,
+        )
+        for left, right, t in [
+            (P, RIGHT, False),
+            (P, OTHER, True),
+            (TALL, ms.Pattern((2, 3), [0, 0, 2], [0, 2]), False),
+            (EMPTY, ms.Pattern.dense((4, 2)), False),
+        ]
+    ),
+    Row(
+        "product with itself",
+        lambda v: ms.SparseTensor(SQUARE, v) @ ms.SparseTensor(SQUARE, v),
+        lambda v: product_reference(v, v, SQUARE, SQUARE, False),
+        (normal(SQUARE.nnz),),
+        (),
+        order=3,
+    ),
+    *(
+        Row(
+            f"{f.__name__} of {p} and {q}",
+            lambda a, b, p=p, q=q, f=f: f(ms.SparseTensor(p, a), ms.SparseTensor(q, b)),
+            lambda a, b, p=p, q=q, f=f, both=both: f(dense(a, p), dense(b, q))[
+                both(p.to_mask(), q.to_mask())
+            ],
+            (normal(p.nnz), normal(q.nnz)),
+            (algebra._gathered_sum,),
+            (
+                (ValueError, lambda f=f: f(P_TENSOR, P_TENSOR.T)),
+                (TypeError, lambda f=f: f(P_TENSOR, P_TENSOR.astype(np.float32))),
+                (TypeError, lambda f=f: f(P_TENSOR, "a")),
+            ),
+        )
+        for f, both in [
+            (operator.add, np.logical_or),
+            (operator.sub, np.logical_or),
+            (operator.mul, np.logical_and),
+        ]
+        for p, q in [(P, OTHER), (P, P), (EMPTY, ms.Pattern.dense((3, 4))), (EMPTY, EMPTY)]
+    ),
+    *(
+        Row(
+            f"scale {kwargs}",
+            lambda v, r, c, keys=kwargs: ms.SparseTensor(P, v).scale(
+                **{key: {"rows": r, "cols": c}[key] for key in keys}
+            ),
+            lambda v, r, c, keys=kwargs: (
+                dense(v, P) * (r[:, None] if "rows" in keys else 1) * (c if "cols" in keys else 1)
+            )[P.to_mask()],
+            (normal(P.nnz), normal(5), normal(7)),
+            (),
+            (
+                (ValueError, lambda: P_TENSOR.scale(rows=np.ones(7))),
+                (ValueError, lambda: P_TENSOR.scale(cols=1.0)),
+            ),
+        )
+        for kwargs in [("rows",), ("cols",), ("rows", "cols")]
+    ),
+    *(
+        Row(
+            f"rows [{rows}]",
+            lambda v, rows=rows: ms.SparseTensor(P, v)[rows],
+            lambda v, rows=rows: dense(v, P)[rows][P.to_mask()[rows]],
+            (normal(P.nnz),),
+            (),
+            (
+                (IndexError, lambda: P_TENSOR[[5]]),
+                (IndexError, lambda: P_TENSOR[[True, False]]),
+                (IndexError, lambda: P_TENSOR[[0.5]]),
+                (TypeError, lambda: P_TENSOR[0]),
+                (TypeError, lambda: P_TENSOR[0, 1]),
+                (TypeError, lambda: P_TENSOR[ms.tensor([1.0])]),
+            ),
+        )
+        for rows in ([3, 0, 3, -1], slice(None, None, -2), np.arange(5) % 2 == 0, np.zeros(0, int))
+    ),
+    *(
+        Row(
+            f"sum({axis})",
+            lambda v, axis=axis: ms.SparseTensor(P, v).sum(axis=axis),
+            lambda v, axis=axis: dense(v, P).sum(axis=axis),
+            (normal(P.nnz),),
+            (),
+            ((ValueError, lambda: P_TENSOR.sum(axis=2)),),
+        )
+        for axis in (None, 0, 1, -1, -2)
+    ),
+    *(
+        Row(
+            f"{name} of {p}{'T' * t}",
+            lambda v, name=name, p=p, t=t: getattr(transposed(ms.SparseTensor(p, v), t), name)(),
+            lambda v, f=f, p=p, t=t: over_rows(f, v, p, t),
+            (apart(p.nnz),),
+            uses,
+            order=3 if "soft" in name else 2,
+        )
+        for name, f, uses in [
+            ("row_mean", lambda r: [r.mean() if len(r) else 0.0], ()),
+            ("row_max", lambda r: [r.max(initial=-np.inf)], (algebra._row_max,)),
+            (
+                "row_logsumexp",
+                lambda r: [scipy.special.logsumexp(r) if len(r) else -np.inf],
+                (algebra._row_logsumexp,),
+            ),
+            (
+                "row_softmax",
+                lambda r: scipy.special.softmax(r) if len(r) else r,
+                (algebra._row_softmax,),
+            ),
+        ]
+        # Of an empty row these are -inf, which has no differences.
+        for p in ((FULL,) if name in ("row_max", "row_logsumexp") else (P, TALL, EMPTY))
+        for t in (False, True)
+    ),
+    *(
+        Row(
+            f"diagonal of {p}",
+            lambda v, p=p: ms.SparseTensor(p, v).diagonal(),
+            lambda v, p=p: np.diagonal(dense(v, p)),
+            (normal(p.nnz),),
+            (),
+        )
+        for p in (P, TALL, SQUARE, EMPTY)
+    ),
+    Row(
+        "block",
+        lambda a, b, d: ms.block(
+            [
+                [ms.SparseTensor(P, a), None, sp.eye_array(5, 3)],
+                [None, d, ms.SparseTensor(TALL, b).T],
+            ]
+        ),
+        lambda a, b, d: np.block(
+            [
+                [dense(a, P), np.zeros((5, 3)), np.eye(5, 3)],
+                [np.zeros((2, 7)), d, dense(b, TALL).T],
+            ]
+        )[BLOCKED],
+        (normal(P.nnz), normal(TALL.nnz), normal(2, 3)),
+        (),
+        (
+            (ValueError, lambda: ms.block([[P_TENSOR, None], [None, None]])),
+            (ValueError, lambda: ms.block([[P_TENSOR], [P_TENSOR.T]])),
+            (ValueError, lambda: ms.block([[P_TENSOR, P_TENSOR], [None]])),
+            (ValueError, lambda: ms.block([[np.ones(3)]])),
+            (ValueError, lambda: ms.block([])),
+            (TypeError, lambda: ms.block([[P_TENSOR, P_TENSOR.astype(np.float32)]])),
+        ),
+    ),
+    Row(
+        "block_diag",
+        lambda a, d: ms.block_diag([ms.SparseTensor(P, a), d, sp.eye_array(2)]),
+        lambda a, d: np.concatenate([a, d.ravel(), np.ones(2)]),
+        (normal(P.nnz), normal(2, 3)),
+        (),
+        (
+            (ValueError, lambda: ms.block_diag([])),
+            (ValueError, lambda: ms.block_diag([P_TENSOR, None])),
+        ),
+    ),
+    Row(
+        "diag",
+        lambda v: ms.diag(v) / 2,
+        lambda v: v / 2,
+        (normal(4),),
+        (),
+        ((ValueError, lambda: ms.diag([[1.0]])),),
+    ),
+    *(
+        Row(
+            f"spsolve{shape}{'T' * t}",
+            lambda v, b, t=t: ms.spsolve(transposed(ms.SparseTensor(SQUARE, v), t), b),
+            lambda v, b, t=t: np.linalg.solve(dense(v, SQUARE).T if t else dense(v, SQUARE), b),
+            (positive(SQUARE.nnz) + 4 * (SQUARE.rows == SQUARE.indices), normal(5, *shape)),
+            (linalg._spsolve,),
+            (
+                (ValueError, lambda: ms.spsolve(P_TENSOR, np.ones(5))),
+                (ValueError, lambda: ms.spsolve(ms.diag([1.0, 2.0]), np.ones(3))),
+                (ValueError, lambda: ms.spsolve(ms.diag([1.0, 2.0]), 1.0)),
+                (np.linalg.LinAlgError, lambda: ms.spsolve(ms.diag([1.0, 0.0]), np.ones(2))),
+                (TypeError, lambda: ms.spsolve(np.eye(2), np.ones(2))),
+                (
+                    TypeError,
+                    lambda: ms.spsolve(ms.diag([1.0]), ms.tensor([1.0], dtype="float32")),
+                ),
+            ),
+            order=3,
+        )
+        for shape in ((), (2,), (1,))
+        for t in (False, True)
+    ),
     # ------------------------------------------------------------------------- the sparse family
     *(
         Row(
@@ -505,4 +735,10 @@ TABLE: list[Row] = [
     ),
 ]
 
+BLOCKED = np.block(
+    [
+        [P.to_mask(), np.zeros((5, 3), bool), np.eye(5, 3, dtype=bool)],
+        [np.zeros((2, 7), bool), np.ones((2, 3), bool), TALL.to_mask().T],
+    ]
+)
 P_TENSOR = ms.SparseTensor(P, np.ones(P.nnz))

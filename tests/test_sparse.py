@@ -183,9 +183,7 @@ def test_operators():
         np.testing.assert_array_equal(S.to_scipy().toarray(), expected)
     np.testing.assert_array_equal((B.T @ W.T).data, B.T @ A.toarray().T)
     np.testing.assert_array_equal(([1.0, 1.0] @ W).data, [1, 3, 2])
-    with pytest.raises(ms.PatternMismatchError, match="differ"):
-        W + ms.SparseTensor.from_scipy(A.T)
-    for bad in (lambda: W + 1.0, lambda: W / W, lambda: W @ W.T, lambda: ms.tensor(1.0) + W):
+    for bad in (lambda: W + 1.0, lambda: W / W, lambda: ms.tensor(1.0) + W):
         with pytest.raises(TypeError):
             bad()
     with pytest.raises(TypeError, match="to_dense"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import minisparse as ms
-from minisparse import ops, sparse
+from minisparse import algebra, linalg, ops, sparse
 from minisparse.ops import elementwise, products, reductions, shapes
 
 from .table import TABLE
@@ -91,7 +91,7 @@ def test_errors(name, error, call):
 def test_every_primitive_is_in_the_table():
     used = {f for row in TABLE for f in row.uses}
     missing = []
-    for module in (ops, elementwise, products, reductions, shapes, sparse):
+    for module in (ops, elementwise, products, reductions, shapes, sparse, algebra, linalg):
         for name, thing in vars(module).items():
             if isinstance(thing, types.FunctionType) and hasattr(thing, "vjp"):
                 missing += [f"{module.__name__}.{name}"] if thing not in used else []

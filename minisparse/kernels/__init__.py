@@ -89,6 +89,10 @@ def row_max(plan, values):
     return _kernels(values).row_max(plan, values)
 
 
+def row_softmax(plan, values):
+    return _kernels(values).row_softmax(plan, values)
+
+
 def spgemm(plan, plan_a, plan_b, a, b):
     return _kernels(a).spgemm(plan, plan_a, plan_b, a, b)
 
@@ -109,7 +113,19 @@ def contiguous(x):
     return _kernels(x).contiguous(x)
 
 
-_DOORS = spmm, sddmm, gather, segment_sum, row_max, spgemm, spgemm_dot, sgd, adam, contiguous
+_DOORS = (
+    spmm,
+    sddmm,
+    gather,
+    segment_sum,
+    row_max,
+    row_softmax,
+    spgemm,
+    spgemm_dot,
+    sgd,
+    adam,
+    contiguous,
+)
 for _f in _DOORS:
     _f.__doc__ = getattr(reference, _f.__name__).__doc__
 

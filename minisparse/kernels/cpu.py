@@ -442,18 +442,39 @@ def _segment_sum(chunk, chunks, out, x, ptr, order):
         put(out, s, value)
 
 
+@inlined
+def _largest(values, start, end, none):
+    best = none
+    for e in range(start, end):
+        value = get(values, e)
+        best = value if value > best or value != value else best
+    return best
+
+
 @body
 def _row_max(chunk, chunks, out, values, ptr):
-    n, empty = len(ptr) - 1, values.dtype.type(-np.inf)
+    n, none = len(ptr) - 1, values.dtype.type(-np.inf)
     out, values, ptr = data(out), data(values), data(ptr)
     first, bound = _rows(chunk, chunks, ptr, n)
     for i in range(first, bound):
-        best = empty
-        for e in range(get(ptr, i), get(ptr, i + 1)):
-            value = get(values, e)
-            if value > best or value != value:
-                best = value
-        put(out, i, best)
+        put(out, i, _largest(values, get(ptr, i), get(ptr, i + 1), none))
+
+
+@body
+def _row_softmax(chunk, chunks, out, values, ptr):
+    n, none, zero = len(ptr) - 1, values.dtype.type(-np.inf), values.dtype.type(0)
+    out, values, ptr = data(out), data(values), data(ptr)
+    first, bound = _rows(chunk, chunks, ptr, n)
+    for i in range(first, bound):
+        start, end, total = get(ptr, i), get(ptr, i + 1), zero
+        top = _largest(values, start, end, none)
+        top = zero if top == none else top
+        for e in range(start, end):
+            value = np.exp(get(values, e) - top)
+            total += value
+            put(out, e, value)
+        for e in range(start, end):
+            put(out, e, get(out, e) / total)
 
 
 @inlined
@@ -625,6 +646,9 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     )
 
 
+_kernels: list = []  # every one that is made
+
+
 class _Kernel:
     """A body and its parallel form, each compiled once for every combination of array types.
 
@@ -638,6 +662,7 @@ class _Kernel:
     def __init__(self, body, written=1):
         self.body, self.written = body.py_func, written
         self.serial, self.parallel = {}, {}
+        _kernels.append(self)
 
     def __call__(self, key, work, *args, most=MAX_CHUNKS):
         """Run the kernel; `key` stands for the types of the arrays in `args`."""
@@ -700,11 +725,10 @@ def _compile(function, signature, **options):
                 kernel._cache.flush()
 
 
-_KERNELS = _SPMM, _SDDMM, _GATHER, _SEGMENT_SUM, _ROW_MAX, _COPY, _SPGEMM, _DOT, _SGD, _ADAM = (
-    *map(_Kernel, (_spmm, _sddmm, _gather, _segment_sum, _row_max, _copy)),
-    *(_Kernel(body, written=2) for body in (_spgemm, _spgemm_dot, _sgd)),
-    _Kernel(_adam, written=3),
-)
+_SPMM, _SDDMM, _GATHER, _SEGMENT_SUM = map(_Kernel, (_spmm, _sddmm, _gather, _segment_sum))
+_ROW_MAX, _ROW_SOFTMAX, _COPY = map(_Kernel, (_row_max, _row_softmax, _copy))
+_SPGEMM, _DOT, _SGD = (_Kernel(body, written=2) for body in (_spgemm, _spgemm_dot, _sgd))
+_ADAM = _Kernel(_adam, written=3)
 
 # ---------------------------------------------------------------------------------------------
 # The doors
@@ -849,6 +873,14 @@ def row_max(plan, values):
     return out
 
 
+def row_softmax(plan, values):
+    """See reference."""
+    out = empty((plan.nnz,), values.dtype)
+    key = values.dtype.char + plan.indices.dtype.char
+    _ROW_SOFTMAX(key, 160 * plan.nnz, out, contiguous(values), plan.indptr)
+    return out
+
+
 def _by_dense_rows(kernel, plan, rows, x, y, *structure):
     """Run a kernel that lays rows out in dense vectors, of zeros, one for each chunk.
 
@@ -905,20 +937,21 @@ def warmup(dtypes):
         gather(row, plan.indices)
         segment_sum(row, plan.indptr, plan.indices)
         row_max(plan, row)
+        row_softmax(plan, row)
         spgemm(plan, plan, plan, row, row)
         spgemm_dot(plan, plan, plan, row, row)
         sgd(row, row.copy(), None, 0.1)
         adam(row, row.copy(), row.copy(), row.copy(), 1, 0.1, 0.9, 0.99, 1e-8)
         contiguous(np.ones((64, 65), dtype).T)
     if not _forked:
-        for kernel in _KERNELS:
+        for kernel in _kernels:
             for key in list(kernel.serial):
                 kernel.compile_parallel(key)
 
 
 def config():
     """What Numba runs on, as far as it has started."""
-    kernels = [kernel for kinds in _KERNELS for kernel in kinds.serial.values()]
+    kernels = [kernel for kinds in _kernels for kernel in kinds.serial.values()]
     return {
         "threading_layer": getattr(numba_parallel, "_threading_layer", None),
         "cache": kernels[0].stats.cache_path if kernels else None,

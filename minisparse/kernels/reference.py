@@ -158,6 +158,32 @@ def row_max(plan, values):
 
 
 @np.errstate(all="ignore")
+def row_softmax(plan, values):
+    """Softmax of each row: out[e] = exp(values[e] - top) / sum of the same over the row of e.
+
+    Parameters
+    ----------
+    plan : Plan
+        Without a `perm`.
+    values : ndarray of shape (nnz,)
+
+    Returns
+    -------
+    ndarray of shape (nnz,)
+
+    Notes
+    -----
+    With `top` the largest entry of the row (0 for -inf), no exponential overflows. O(nnz + n_rows).
+    """
+    out = np.empty_like(values)
+    for i, top in enumerate(row_max(plan, values)):
+        row = slice(plan.indptr[i], plan.indptr[i + 1])
+        out[row] = np.exp(values[row] - (0 if top == -np.inf else top))
+        out[row] /= np.cumsum(out[row])[-1:]  # from left to right
+    return out
+
+
+@np.errstate(all="ignore")
 def spgemm(plan, plan_a, plan_b, a, b):
     """Sparse times sparse: out[e] = sum over j of A[i, j] B[j, c], entry e being (i, c).
 

@@ -100,7 +100,8 @@ def _top(x, axis):
 def logsumexp(x, *, axis=None, keepdims=False):
     """Return ``log(sum(exp(x)))`` over `axis`; never overflows; of nothing but -inf it is -inf."""
     top = _top(x, axis)
-    with np.errstate(divide="ignore"):
+    top = np.where(top == np.inf, np.zeros_like(top), top)
+    with np.errstate(divide="ignore", over="ignore"):  # log(0); exp beside an infinite entry
         out = np.log(np.sum(np.exp(x - top), axis=axis, keepdims=True)) + top
     return out if keepdims else np.squeeze(out, axis)
 
