@@ -8,23 +8,32 @@ import sys
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
-SMALL = {
-    "digits.py": ["--epochs", "2"],
-    "trainable_positions.py": ["--n", "3"],
+
+# name: (arguments that make it small, packages it needs, the picture it draws)
+TABLE = {
+    "digits.py": (["--epochs", "2"], ["sklearn", "matplotlib", "tqdm"], "digits.png"),
+    "inverse_poisson.py": (["--n", "8"], ["matplotlib"], "poisson.png"),
+    "karate_gcn.py": (
+        ["--steps", "20", "--starts", "2"],
+        ["networkx", "matplotlib"],
+        "karate.png",
+    ),
+    "second_order.py": (["--steps", "20"], ["sklearn", "matplotlib"], "second_order.png"),
+    "trainable_positions.py": (["--n", "3"], [], None),
 }
 
 
 def test_every_example_is_run():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(SMALL)
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(TABLE)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", TABLE)
 def test_example(name, tmp_path):
-    if name == "digits.py":
-        for needed in ("sklearn", "matplotlib", "tqdm"):
-            pytest.importorskip(needed, reason="the example needs the extra `examples`")
+    arguments, packages, picture = TABLE[name]
+    for package in packages:
+        pytest.importorskip(package, reason="the example needs the extra `examples`")
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *SMALL[name]],
+        [sys.executable, str(EXAMPLES / name), *arguments],
         cwd=tmp_path,
         env={**os.environ, "MPLBACKEND": "agg"},
         capture_output=True,
@@ -34,5 +43,6 @@ def test_example(name, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-    if name == "digits.py":
-        assert (tmp_path / "digits.png").stat().st_size > 10_000
+    assert [path.name for path in tmp_path.iterdir()] == [picture] * (picture is not None)
+    if picture:
+        assert (tmp_path / picture).stat().st_size > 10_000
