@@ -10,17 +10,19 @@ Where to look:
   and their kin, activations (``relu gelu sigmoid softplus``), ``where clip maximum minimum``,
   reductions (``sum mean var std max min norm logsumexp softmax``), shapes and indexing (``reshape
   transpose concatenate stack split take getitem index_add``);
-- ``nn``: layers, losses, mini-batches; ``optim``: SGD, Adam, AdamW;
+- ``nn``: layers, losses, mini-batches; ``optim``: SGD, Adam, AdamW, schedules, clipping;
+- ``save``, ``load``: nested dicts of arrays and patterns in one file; ``viz.graph``: pictures;
 - ``vjp jvp hvp jacobian hessian value_and_grad``: derivatives of functions;
 - ``gradcheck``, and ``minisparse.testing`` (not imported here): checks of your own code;
 - ``set_num_threads``, ``backend``, ``warmup``, ``show_config``: how it runs.
 """
 
-from . import nn, optim
+from . import nn, optim, viz
 from .algebra import block, block_diag, diag
 from .engine import Tensor, grad, is_grad_enabled, no_grad, primitive, tensor
 from .functional import hessian, hvp, jacobian, jvp, value_and_grad, vjp
 from .gradcheck import GradcheckError, gradcheck
+from .io import load, save
 from .kernels import backend, get_num_threads, set_num_threads, warmup
 from .linalg import spsolve
 from .ops import *
@@ -34,12 +36,12 @@ __all__ = [
     "absolute", "add", "arctan", "backend", "block", "block_diag", "broadcast_to", "clip",
     "concatenate", "cos", "diag", "divide", "dot", "erf", "exp", "expand_dims", "expm1", "gelu",
     "get_num_threads", "getitem", "grad", "gradcheck", "GradcheckError", "hessian", "hvp",
-    "index_add", "is_grad_enabled", "jacobian", "jvp", "leaky_relu", "log", "log1p",
+    "index_add", "is_grad_enabled", "jacobian", "jvp", "leaky_relu", "load", "log", "log1p",
     "log_softmax", "logsumexp", "matmul", "max", "maximum", "mean", "min", "minimum", "multiply",
     "negative", "nn", "no_grad", "norm", "optim", "Pattern", "PatternMismatchError", "power",
-    "primitive", "ravel", "relu", "reshape", "sddmm", "set_num_threads", "show_config", "sigmoid",
-    "sign", "sin", "softmax", "softplus", "SparseParameter", "SparseTensor", "split", "spsolve",
-    "sqrt", "square", "squeeze", "stack", "std", "subtract", "sum", "take", "take_along_axis",
-    "tan", "tanh", "Tensor", "tensor", "transpose", "value_and_grad", "var", "vjp", "warmup",
-    "where",
+    "primitive", "ravel", "relu", "reshape", "RowGrad", "save", "sddmm", "set_num_threads",
+    "show_config", "sigmoid", "sign", "sin", "softmax", "softplus", "SparseParameter",
+    "SparseTensor", "split", "spsolve", "sqrt", "square", "squeeze", "stack", "std", "subtract",
+    "sum", "take", "take_along_axis", "tan", "tanh", "Tensor", "tensor", "transpose",
+    "value_and_grad", "var", "viz", "vjp", "warmup", "where",
 ]  # fmt: skip

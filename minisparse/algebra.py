@@ -218,10 +218,10 @@ class _Members(SparseTensor):
         return _add(self, other)
 
     def __sub__(self, other):
-        return self + -other
+        return _add(self, -as_sparse(other, self)) if self._takes(other) else NotImplemented
 
     def __rsub__(self, other):
-        return other + -self
+        return _add(other, -self) if self._takes(other) else NotImplemented
 
     __radd__ = __add__
     _matmul, _multiply = _matmul, _multiply

@@ -36,7 +36,7 @@ def _factorised(S, values):
         pattern = S.pattern
         A = sp.csc_array((values.data, pattern.indices, pattern.indptr), shape=pattern.shape)
         try:
-            factor = splu(A)
+            factor = splu(A, "MMD_AT_PLUS_A" if pattern == pattern.T else "COLAMD")
         except RuntimeError as error:
             raise np.linalg.LinAlgError(f"spsolve: {error} ({S!r} is singular)") from None
         _factors[S] = values._version, values._version[0], factor
@@ -82,7 +82,7 @@ def spsolve(S, b):
     --------
     >>> import minisparse as ms
     >>> ms.spsolve(ms.diag([2.0, 4.0]), [2.0, 2.0])
-    tensor([1. , 0.5], op=spsolve)
+    tensor([1. , 0.5])
     """
     if not is_sparse(S):
         raise TypeError(f"spsolve: S is a {type(S).__name__}, neither SparseTensor nor SciPy's")

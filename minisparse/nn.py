@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from . import ops
-from .engine import Tensor, tensor
+from .engine import Tensor, as_dtype, as_floats, raw, tensor
 from .pattern import Pattern, PatternMismatchError
 from .sparse import SparseParameter, SparseTensor, matmul
 
@@ -98,12 +98,20 @@ class Module:
         return self.train(False)
 
     def state_dict(self) -> dict:
-        """Return a copy of all parameters by name.
+        """Return a copy of all parameters and of the state of random generators, by name.
 
         A Tensor gives an array, a SparseParameter a dict of its pattern, its free weights and, if
-        it has any, its ties (which free weight each entry is, -1 if none) and constants.
+        it has any, its ties (which free weight each entry is, -1 if none) and constants; a
+        generator (that of a Dropout) the nested dict that NumPy gives.
         """
-        return {name: _state(p) for name, p in self.named_parameters()}
+        return {name: _state(p) for name, p in self._stateful()}
+
+    def _stateful(self):
+        """Yield (name, thing) for every parameter and random generator."""
+        yield from self.named_parameters()
+        for name, thing in self._walk():
+            if isinstance(thing, np.random.Generator):
+                yield name, thing
 
     def load_state_dict(self, state):
         """Copy the numbers of :meth:`state_dict` into this module's parameters.
@@ -114,7 +122,7 @@ class Module:
             If names, shapes, ties or constants differ; PatternMismatchError if a pattern does.
             Nothing has changed then.
         """
-        own = dict(self.named_parameters())
+        own = dict(self._stateful())
         if not isinstance(state, dict):
             raise ValueError(f"load_state_dict: needs a dict, not {type(state).__name__}")
         if set(own) != set(state):
@@ -122,6 +130,13 @@ class Module:
         arrays = []
         for name, p in own.items():
             what, mine, given = f"load_state_dict: {name}", _state(p), state[name]
+            if isinstance(p, np.random.Generator):
+                try:
+                    type(p.bit_generator)().state = given  # checks it
+                except (TypeError, ValueError, KeyError) as error:
+                    raise ValueError(f"{what} is no state of a {mine['bit_generator']}") from error
+                arrays.append(given)
+                continue
             if isinstance(p, SparseParameter):
                 if not isinstance(given, dict) or set(given) != set(mine):
                     raise ValueError(f"{what} needs {sorted(mine)}")
@@ -141,7 +156,10 @@ class Module:
                 raise ValueError(f"{what} has shape {mine.shape}, not {array.dtype} {array.shape}")
             arrays.append(array)
         for p, array in zip(own.values(), arrays, strict=True):
-            _leaf(p).data = array
+            if isinstance(p, np.random.Generator):
+                p.bit_generator.state = array
+            else:
+                _leaf(p).data = array
 
 
 def _leaf(thing):
@@ -161,6 +179,8 @@ def _parts(thing):
 
 
 def _state(p):
+    if isinstance(p, np.random.Generator):
+        return p.bit_generator.state
     if isinstance(p, Tensor):
         return p.data.copy()
     state = {"pattern": p.pattern, "free": p.free.data.copy()}
@@ -378,6 +398,12 @@ class ReLU(Module):
     forward = staticmethod(ops.relu)
 
 
+class GELU(Module):
+    """``x Φ(x)``, in the erf form, as a module."""
+
+    forward = staticmethod(ops.gelu)
+
+
 class Tanh(Module):
     """The hyperbolic tangent as a module."""
 
@@ -388,6 +414,115 @@ class Sigmoid(Module):
     """``1 / (1 + exp(-x))`` as a module."""
 
     forward = staticmethod(ops.sigmoid)
+
+
+class Dropout(Module):
+    """In training, set each number to 0 with probability `p` and scale the others by 1 / (1 - p).
+
+    Parameters
+    ----------
+    p : float in [0, 1]
+    rng : None, int or numpy.random.Generator
+        Its state belongs to ``state_dict()``, so that training can go on where it stopped.
+
+    References
+    ----------
+    Srivastava, Hinton, Krizhevsky, Sutskever and Salakhutdinov, Dropout, JMLR 15, 2014.
+    """
+
+    def __init__(self, p=0.5, *, rng=None):
+        if not 0 <= p <= 1:
+            raise ValueError(f"Dropout: p={p} is no probability")
+        self.p, self.rng = p, np.random.default_rng(rng)
+
+    def forward(self, x):
+        if not self.training or self.p == 0:
+            return x
+        x = x if isinstance(x, Tensor) else as_floats(x)
+        mask = np.empty_like(raw(x))  # in the memory order of x
+        mask[...] = self.rng.random(x.shape, dtype=np.float32) >= self.p
+        return ops.multiply(x, mask / max(1 - self.p, np.finfo(mask.dtype).tiny))
+
+
+class LayerNorm(Module):
+    """``(x - mean) / sqrt(variance + eps) · weight + bias`` over the features, the last axis.
+
+    Parameters
+    ----------
+    features : int
+    eps : float
+    dtype : float32 or float64
+
+    Attributes
+    ----------
+    weight, bias : Tensor of shape (features,)
+        Ones and zeros at the start.
+
+    References
+    ----------
+    Ba, Kiros and Hinton, Layer normalization, arXiv:1607.06450.
+    """
+
+    def __init__(self, features, *, eps=1e-5, dtype=np.float32):
+        self.eps = eps
+        self.weight = tensor(np.ones(features), requires_grad=True, dtype=dtype)
+        self.bias = tensor(np.zeros(features), requires_grad=True, dtype=dtype)
+
+    def forward(self, x):
+        if np.shape(x)[-1:] != self.weight.shape:
+            raise ValueError(f"LayerNorm: x of shape {np.shape(x)} needs {self.weight.size} last")
+        centred = ops.subtract(x, ops.mean(x, axis=-1, keepdims=True))
+        variance = ops.mean(centred * centred, axis=-1, keepdims=True)
+        return centred / ops.sqrt(variance + self.eps) * self.weight + self.bias
+
+
+class Embedding(Module):
+    """Look up rows of a table: ids of shape (...) give vectors of shape (..., d).
+
+    Parameters
+    ----------
+    n, d : int
+        Rows and columns of the table.
+    sparse : bool
+        The table's ``.grad`` is then a :class:`minisparse.RowGrad`, and the optimizers update only
+        the rows that were looked up: backward and step cost what was touched, not the table.
+    dtype : float32 or float64
+    rng : None, int or numpy.random.Generator
+        The table starts from a standard normal distribution.
+
+    Attributes
+    ----------
+    weight : Tensor of shape (n, d)
+
+    Examples
+    --------
+    >>> import minisparse as ms
+    >>> table = ms.nn.Embedding(1000, 2, sparse=True, rng=0)
+    >>> table([[3, 5, 3]]).sum().backward()
+    >>> table.weight.grad
+    RowGrad(rows=2, shape=(1000, 2), dtype=float32)
+    """
+
+    def __init__(self, n, d, *, sparse=False, dtype=np.float32, rng=None):
+        start = np.random.default_rng(rng).standard_normal((n, d), dtype=as_dtype(dtype))
+        self.weight, self.sparse = Tensor(start, True), sparse
+
+    def forward(self, ids):
+        """Return the rows of the table.
+
+        Raises
+        ------
+        IndexError
+            If an id is out of range; negative ones are.
+        TypeError
+            If ids are not integers.
+        """
+        ids, n = np.array(ids), self.weight.shape[0]
+        if ids.dtype.kind not in "iu" and ids.size:
+            raise TypeError(f"Embedding: ids of dtype {ids.dtype}, it takes integers")
+        if ids.size and not 0 <= ids.min() <= ids.max() < n:
+            raise IndexError(f"Embedding: ids from {ids.min()} to {ids.max()}, there are {n} rows")
+        return ops.shapes.lookup(self.weight, ids=ids.astype(np.intp), sparse=self.sparse)
 
 
 # ------------------------------------------------------------------------------------------ losses
@@ -419,6 +554,35 @@ def mse_loss(prediction, target, *, reduction="mean"):
     if shape != other:
         raise ValueError(f"mse_loss: prediction of shape {shape}, target {other}")
     return _reduced(ops.square(ops.subtract(prediction, target)), reduction)
+
+
+def bce_with_logits(logits, targets, *, reduction="mean"):
+    """Return the mean of ``-t log σ(x) - (1 - t) log(1 - σ(x))``; never overflows.
+
+    Parameters
+    ----------
+    logits, targets : Tensor or array_like of one shape
+        Targets are probabilities, 0 or 1 above all.
+    reduction : {"mean", "sum", "none"}
+
+    Raises
+    ------
+    ValueError
+        If the shapes differ.
+
+    Examples
+    --------
+    >>> import minisparse as ms
+    >>> ms.nn.bce_with_logits(ms.tensor([800.0, -800.0]), [1.0, 1.0], reduction="none")
+    tensor([  0., 800.])
+    """
+    if np.shape(logits) != np.shape(targets):
+        shapes = f"logits of shape {np.shape(logits)}, targets {np.shape(targets)}"
+        raise ValueError(f"bce_with_logits: {shapes}")
+    x = logits if isinstance(logits, Tensor) else as_floats(logits)
+    t = targets if isinstance(targets, Tensor) else as_floats(targets)
+    losses = ops.softplus(-x) * t + ops.softplus(x) * (1 - t)
+    return _reduced(losses, reduction)
 
 
 def cross_entropy(logits, labels, *, reduction="mean"):

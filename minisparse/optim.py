@@ -78,26 +78,49 @@ class Optimizer:
     def _new_state(self, p):
         raise NotImplementedError
 
-    def _state_of(self, p):
+    def _state_of(self, p, group):
         if p not in self._state:
             self._state[p] = self._new_state(p._array)
         return self._state[p]
 
-    def _update(self, p, array, group):
+    def _update(self, array, g, state, group):
+        """Change `array`, and the arrays and the step of `state`, in place."""
         raise NotImplementedError
 
     def step(self):
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient; of a row-sparse one, only those rows.
+
+        Raises
+        ------
+        ValueError
+            If an option is out of range, or a parameter of a group with weight decay has a
+            row-sparse gradient: its other rows would have to decay too.  Nothing has changed then.
+        """
         for group in self.param_groups:
             self._check(group)
+            if group["weight_decay"] and any(hasattr(p.grad, "rows") for p in group["params"]):
+                raise ValueError(f"{type(self).__name__}: weight decay with a row-sparse gradient")
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None:
-                    p._version[0] += 1
-                    in_c_order = kernels.contiguous(p._array)
-                    self._update(p, in_c_order, group)
-                    if in_c_order is not p._array:
-                        p._array[...] = in_c_order
+                if p.grad is None:
+                    continue
+                p._version[0] += 1
+                g, state = p.grad, self._state_of(p, group)
+                if not hasattr(g, "rows"):
+                    array = kernels.contiguous(p._array)
+                    self._update(array, g, state, group)
+                    if array is not p._array:
+                        p._array[...] = array
+                    continue
+                parts = {k: v[g.rows] if isinstance(v, np.ndarray) else v for k, v in state.items()}
+                array = p._array[g.rows]
+                self._update(array, g.values, parts, group)
+                p._array[g.rows] = array
+                for key, part in parts.items():
+                    if isinstance(part, np.ndarray):
+                        state[key][g.rows] = part
+                    else:
+                        state[key] = part
 
     def zero_grad(self):
         """Set the gradient of every parameter to None."""
@@ -149,6 +172,11 @@ class Optimizer:
                 raise ValueError(f"{name}: step of parameter {i} is {fresh['step']}")
             loaded[leaves[i]] = fresh
         self.param_groups, self._state = groups, loaded
+
+
+def _zeros(p):
+    """Return zeros like `p`, in memory that the system hands over where it is first touched."""
+    return np.zeros(p.shape, p.dtype)
 
 
 def _numbered(things):
@@ -209,12 +237,14 @@ class SGD(Optimizer):
             raise ValueError("SGD: nesterov needs a momentum")
 
     def _new_state(self, p):
-        return {"buffer": np.zeros_like(p, order="C")}
+        return {"buffer": _zeros(p)}
 
-    def _update(self, p, array, group):
+    def _state_of(self, p, group):
+        return super()._state_of(p, group) if group["momentum"] else {}
+
+    def _update(self, array, g, state, group):
         lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
-        buffer = self._state_of(p)["buffer"] if momentum else None
-        kernels.sgd(array, p.grad, buffer, lr, momentum, group["nesterov"], decay)
+        kernels.sgd(array, g, state.get("buffer"), lr, momentum, group["nesterov"], decay)
 
 
 class Adam(Optimizer):
@@ -258,15 +288,13 @@ class Adam(Optimizer):
             raise ValueError(f"{type(self).__name__}: betas={betas} must be two numbers in [0, 1)")
 
     def _new_state(self, p):
-        zeros = np.zeros_like(p, order="C")
-        return {"step": 0, "mean": zeros, "mean_square": zeros.copy()}
+        return {"step": 0, "mean": _zeros(p), "mean_square": _zeros(p)}
 
-    def _update(self, p, array, group):
-        state = self._state_of(p)
+    def _update(self, array, g, state, group):
         state["step"] += 1
         lr, betas, eps, decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
         step, mean, square = state["step"], state["mean"], state["mean_square"]
-        kernels.adam(array, p.grad, mean, square, step, lr, *betas, eps, decay, self._decoupled)
+        kernels.adam(array, g, mean, square, step, lr, *betas, eps, decay, self._decoupled)
 
 
 class AdamW(Adam):
@@ -288,3 +316,168 @@ class AdamW(Adam):
 
     def __init__(self, params, lr=1e-3, *, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):
         super().__init__(params, lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+# ------------------------------------------------------------------------- gradients and schedules
+
+
+def clip_grad_norm(params, max_norm):
+    """Scale gradients down so that their norm, of all together, is at most `max_norm`.
+
+    Parameters
+    ----------
+    params : sequence of Tensor or SparseParameter
+        Those without a gradient are skipped.
+    max_norm : float
+
+    Returns
+    -------
+    float
+        The norm before.  Where it is not finite, the gradients are left as they are.
+
+    Raises
+    ------
+    ValueError
+        If `max_norm` is negative or no number.
+
+    References
+    ----------
+    Pascanu, Mikolov and Bengio, On the difficulty of training recurrent neural networks,
+    arXiv:1211.5063; the formula is PyTorch's.
+
+    Examples
+    --------
+    >>> import minisparse as ms
+    >>> w = ms.tensor([3.0, 4.0], requires_grad=True)
+    >>> (w * w).sum().backward()
+    >>> ms.optim.clip_grad_norm([w], 1.0)
+    10.0
+    >>> w.grad.round(3)
+    array([0.6, 0.8])
+    """
+    if not max_norm >= 0:
+        raise ValueError(f"clip_grad_norm: max_norm={max_norm} must be 0 or more")
+    params = [p for p in params if p.grad is not None]
+    flat = [getattr(p.grad, "values", p.grad).reshape(-1) for p in params]
+    norm = math.sqrt(sum(float(np.einsum("i,i->", g, g, dtype=np.float64)) for g in flat))
+    factor = max_norm / (norm + 1e-6)
+    if factor < 1 and math.isfinite(norm):
+        for p in params:
+            p.grad = p.grad * factor
+    return norm
+
+
+class _Schedule:
+    """Sets the learning rate of every group of an optimizer from the number of steps taken."""
+
+    def __init__(self, opt):
+        if not isinstance(opt, Optimizer):
+            raise TypeError(f"{type(self).__name__}: {type(opt).__name__} is no optimizer")
+        self._opt, self._steps = opt, 0
+        self._start = [group["lr"] for group in opt.param_groups]
+        self._apply()
+
+    def _rate(self, start, step):
+        raise NotImplementedError
+
+    def _apply(self):
+        for group, start in zip(self._opt.param_groups, self._start, strict=True):
+            group["lr"] = self._rate(start, self._steps)
+
+    def step(self):
+        """Count one step of training, and set the learning rates for the next."""
+        self._steps += 1
+        self._apply()
+
+    def state_dict(self) -> dict:
+        """Return the number of steps and the learning rates that the schedule started from."""
+        return {"steps": self._steps, "start": np.array(self._start, dtype=np.float64)}
+
+    def load_state_dict(self, state):
+        """Take over what :meth:`state_dict` returned, and set the learning rates by it.
+
+        Raises
+        ------
+        ValueError
+            If it is no such state, or has another number of groups.
+        """
+        try:
+            steps, start = int(state["steps"]), np.asarray(state["start"], dtype=np.float64)
+        except (TypeError, KeyError, ValueError):
+            raise ValueError(
+                f"{type(self).__name__}: this is not the state of a schedule"
+            ) from None
+        if start.shape != (len(self._start),) or steps < 0:
+            raise ValueError(f"{type(self).__name__}: {start.size} groups and {steps} steps")
+        self._steps, self._start = steps, start.tolist()
+        self._apply()
+
+
+class StepLR(_Schedule):
+    """Multiply the learning rate by `gamma` after every `step_size` steps.
+
+    Parameters
+    ----------
+    opt : Optimizer
+    step_size : int
+    gamma : float
+
+    Examples
+    --------
+    >>> import minisparse as ms
+    >>> opt = ms.optim.SGD([ms.tensor(1.0, requires_grad=True)], lr=1.0)
+    >>> schedule = ms.optim.StepLR(opt, step_size=2)
+    >>> for _ in range(3):
+    ...     schedule.step()
+    >>> opt.param_groups[0]["lr"]
+    0.1
+    """
+
+    def __init__(self, opt, step_size, gamma=0.1):
+        if step_size < 1:
+            raise ValueError(f"StepLR: step_size={step_size} must be at least 1")
+        self._size, self._gamma = step_size, gamma
+        super().__init__(opt)
+
+    def _rate(self, start, step):
+        return start * self._gamma ** (step // self._size)
+
+
+class CosineLR(_Schedule):
+    """Raise the learning rate for `warmup` steps, then lower it along a cosine to `min_lr`.
+
+    Parameters
+    ----------
+    opt : Optimizer
+    total_steps : int
+        From then on the rate is `min_lr`.
+    warmup : int
+        Step t of these has the fraction ``(t + 1) / (warmup + 1)`` of the full rate.
+    min_lr : float
+
+    References
+    ----------
+    Loshchilov and Hutter, SGDR: stochastic gradient descent with warm restarts, arXiv:1608.03983.
+
+    Examples
+    --------
+    >>> import minisparse as ms
+    >>> opt = ms.optim.SGD([ms.tensor(1.0, requires_grad=True)], lr=1.0)
+    >>> schedule = ms.optim.CosineLR(opt, total_steps=4)
+    >>> schedule.step(), schedule.step()
+    (None, None)
+    >>> round(opt.param_groups[0]["lr"], 6)
+    0.5
+    """
+
+    def __init__(self, opt, total_steps, *, warmup=0, min_lr=0.0):
+        if not 0 <= warmup < total_steps:
+            raise ValueError(f"CosineLR: warmup={warmup} must be below total_steps={total_steps}")
+        self._total, self._warmup, self._min = total_steps, warmup, min_lr
+        super().__init__(opt)
+
+    def _rate(self, start, step):
+        if step < self._warmup:
+            return start * (step + 1) / (self._warmup + 1)
+        part = min((step - self._warmup) / (self._total - self._warmup), 1)
+        return self._min + (start - self._min) * (1 + math.cos(math.pi * part)) / 2

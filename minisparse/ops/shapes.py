@@ -11,8 +11,20 @@ from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
 from ..engine import Tensor, as_operand, primitive, raw
 
 __all__ = [
-    "broadcast_to", "concatenate", "expand_dims", "getitem", "index_add", "ravel",
-    "reshape", "split", "squeeze", "stack", "take", "take_along_axis", "transpose",
+    "RowGrad",
+    "broadcast_to",
+    "concatenate",
+    "expand_dims",
+    "getitem",
+    "index_add",
+    "ravel",
+    "reshape",
+    "split",
+    "squeeze",
+    "stack",
+    "take",
+    "take_along_axis",
+    "transpose",
 ]  # fmt: skip
 
 
@@ -201,6 +213,80 @@ def scatter(x, *, key, shape):
 
 
 scatter.vjp(lambda g, need, key: _getitem(g, key=key))
+
+
+class RowGrad:
+    """A gradient that is zero but for some rows: what a lookup in a large table sends back.
+
+    Parameters
+    ----------
+    rows : array_like of int, shape (m,)
+        Where a row stands more than once, its values add up.
+    values : ndarray of shape (m, ...)
+    shape : tuple of int
+        That of the whole gradient.
+
+    Attributes
+    ----------
+    rows : ndarray of shape (n,)
+        Increasing, each once.
+    values : ndarray of shape (n, ...)
+    shape : tuple of int
+    dtype : numpy.dtype
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import minisparse as ms
+    >>> g = ms.RowGrad([2, 0, 2], np.array([[1.0], [2.0], [3.0]]), (4, 1))
+    >>> g.rows, (g + g).to_dense().ravel()
+    (array([0, 2]), array([4., 0., 8., 0.]))
+    """
+
+    def __init__(self, rows, values, shape):
+        self.rows, at = np.unique(_indices(rows, "RowGrad"), return_inverse=True)
+        if len(self.rows) and not 0 <= self.rows[0] <= self.rows[-1] < shape[0]:
+            raise IndexError(f"RowGrad: rows {self.rows[0]} to {self.rows[-1]} of {shape[0]}")
+        if values.shape != (len(at), *shape[1:]):
+            raise ValueError(f"RowGrad: {len(at)} rows, values of shape {values.shape} for {shape}")
+        self.values = np.zeros_like(values, shape=(len(self.rows), *shape[1:]))
+        np.add.at(self.values, at, values)
+        self.shape, self.dtype = tuple(shape), values.dtype
+
+    __array_ufunc__ = None  # array + self comes to __radd__
+
+    def __add__(self, other):
+        if isinstance(other, RowGrad):
+            rows = np.append(self.rows, other.rows)
+            return RowGrad(rows, np.concatenate([self.values, other.values]), self.shape)
+        out = np.array(other)
+        out[self.rows] += self.values
+        return out
+
+    __radd__ = __add__
+
+    def __mul__(self, number):
+        return RowGrad(self.rows, self.values * self.dtype.type(number), self.shape)
+
+    def to_dense(self):
+        """Return the whole gradient as an array."""
+        return self + np.zeros_like(self.values, shape=self.shape)
+
+    def __repr__(self):
+        return f"RowGrad(rows={len(self.rows)}, shape={self.shape}, dtype={self.dtype})"
+
+
+@primitive
+def lookup(table, *, ids, sparse=False):
+    """Return ``table[ids]``; if `sparse`, a table that is a leaf gets a :class:`RowGrad`."""
+    return table[ids]
+
+
+@lookup.vjp
+def _(g, need, table_shape, ids, sparse):
+    if sparse and not isinstance(g, Tensor):
+        return RowGrad(ids.ravel(), g.reshape(ids.size, *table_shape[1:]), table_shape)
+    return scatter(g, key=ids, shape=table_shape)
 
 
 def getitem(x, key):

@@ -1,0 +1,1 @@
+"""minisparse inside other frameworks; each module here needs the framework it is named after."""

@@ -1,0 +1,172 @@
+"""Save and load nested dicts of arrays, numbers, strings and patterns, without pickle.
+
+A file is a .npz: one ``.npy`` member for each array, uncompressed, and the member ``tree``, JSON
+text in which ``{"array": "3"}`` stands for the array of that name and ``{"pattern": ...}`` for a
+pattern; each distinct pattern is stored once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import tempfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+from .engine import Tensor
+from .pattern import Pattern
+
+_FORMAT = "minisparse 1"
+
+
+def save(path, state):
+    """Write a nested dict to one file, which is complete or absent.
+
+    Parameters
+    ----------
+    path : str or path
+        Used as it is; ``.npz`` is the usual ending.
+    state : dict
+        With string keys; its values are arrays of numbers or booleans, numbers, strings, booleans,
+        None, Patterns, and dicts of these: what every ``state_dict()`` gives.
+
+    Raises
+    ------
+    TypeError
+        If something else is in it.  No file has been touched then.
+
+    Notes
+    -----
+    It is written to a temporary file beside `path`, which then takes its place: whatever happens
+    meanwhile, what was there before is intact.
+
+    Examples
+    --------
+    >>> import os, tempfile
+    >>> import minisparse as ms
+    >>> path = os.path.join(tempfile.mkdtemp(), "state.npz")
+    >>> ms.save(path, {"step": 3, "model": {"weight": [1.0, 2.0]}})
+    >>> ms.load(path)
+    {'step': 3, 'model': {'weight': array([1., 2.])}}
+    """
+    arrays: dict[str, np.ndarray] = {}
+    patterns: dict[Pattern, dict] = {}
+    if not isinstance(state, dict):
+        raise TypeError(f"save: needs a dict, not a {type(state).__name__}")
+    tree = json.dumps({"format": _FORMAT, "state": _packed(state, "", arrays, patterns)})
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "wb") as file:
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+                archive.writestr("tree", tree)
+                for name, array in arrays.items():
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                        np.lib.format.write_array(member, array, allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _packed(value, where, arrays, patterns):
+    """Return `value` as JSON can hold it; put arrays aside under a number."""
+
+    def put(array):
+        arrays[name := str(len(arrays))] = array
+        return {"array": name}
+
+    if isinstance(value, dict):
+        wrong = [key for key in value if not isinstance(key, str)]
+        if wrong:
+            raise TypeError(f"save: the key {wrong[0]!r} in {where or 'the state'} is no string")
+        parts = {k: _packed(v, f"{where}[{k!r}]", arrays, patterns) for k, v in value.items()}
+        return {"dict": parts}
+    if isinstance(value, Pattern):
+        if value not in patterns:
+            parts = {"indptr": put(value.indptr), "indices": put(value.indices)}
+            patterns[value] = {"shape": list(value.shape), **parts}
+        return {"pattern": patterns[value]}
+    if value is None or (
+        isinstance(value, (str, bool, int, float)) and type(value) is not np.float64
+    ):
+        return value
+    array = None if isinstance(value, Tensor) or hasattr(value, "to_dense") else np.asarray(value)
+    if array is None or array.dtype.kind not in "biuf":
+        hint = "; state_dict() and .numpy() give what can be saved"
+        raise TypeError(f"save: {where} is a {type(value).__name__}{hint}")
+    return put(array)
+
+
+def load(path):
+    """Read what :func:`save` wrote.
+
+    Parameters
+    ----------
+    path : str or path
+
+    Returns
+    -------
+    dict
+        Arrays are new and writable; equal patterns are one object.
+
+    Raises
+    ------
+    ValueError
+        If the file is damaged, or not such a file.  Nothing in it is ever executed, and no more is
+        allocated than the file is long.
+    OSError
+        If it cannot be read.
+    """
+    with open(path, "rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                if any(m.file_size != m.compress_size for m in archive.infolist()):
+                    raise ValueError("a member is compressed")
+                tree = json.loads(archive.read("tree"))
+                if tree["format"] != _FORMAT or not isinstance(tree["state"]["dict"], dict):
+                    raise ValueError(f"its format is {tree['format']!r}")
+                return _unpacked(tree["state"], archive, {})
+        except OSError:
+            raise
+        except Exception as error:
+            raise ValueError(f"load: {path} is damaged or was not saved here ({error})") from error
+
+
+def _unpacked(value, archive, patterns):
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "dict":
+        return {k: _unpacked(v, archive, patterns) for k, v in content.items()}
+    if kind == "array":
+        return _read(archive, content)
+    if kind != "pattern":
+        raise ValueError(f"unknown {kind}")
+    key = json.dumps(content)
+    if key not in patterns:
+        arrays = (_unpacked(content[name], archive, patterns) for name in ("indptr", "indices"))
+        patterns[key] = Pattern(content["shape"], *arrays)
+    return patterns[key]
+
+
+def _read(archive, name):
+    """Read one array, whose header is checked against what is there before it is believed."""
+    data = archive.read(f"{name}.npy")
+    stream = io.BytesIO(data)
+    header = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    shape, fortran, dtype = header[np.lib.format.read_magic(stream)](stream)
+    if dtype.kind not in "biuf" or min(shape, default=0) < 0:
+        raise ValueError(f"an array of dtype {dtype} and shape {shape}")
+    flat = np.frombuffer(data, dtype, offset=stream.tell())
+    return flat.reshape(shape, order="F" if fortran else "C").copy(order="K")
