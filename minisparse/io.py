@@ -8,6 +8,7 @@ pattern; each distinct pattern is stored once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -134,9 +135,9 @@ def load(path):
                 if tree["format"] != _FORMAT or not isinstance(tree["state"]["dict"], dict):
                     raise ValueError(f"its format is {tree['format']!r}")
                 return _unpacked(tree["state"], archive, {})
-        except OSError:
-            raise
         except Exception as error:
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # of a wrong offset
+                raise
             raise ValueError(f"load: {path} is damaged or was not saved here ({error})") from error
 
 

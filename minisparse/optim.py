@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 
 import numpy as np
 
@@ -75,12 +76,14 @@ class Optimizer:
             if not 0 <= group.get(key, 0) < math.inf:
                 raise ValueError(f"{type(self).__name__}: {key}={group[key]} must be 0 or more")
 
-    def _new_state(self, p):
+    def _new_state(self, p, zeros):
+        """Return the state of a parameter at the start; ``zeros(p)`` makes its arrays."""
         raise NotImplementedError
 
     def _state_of(self, p, group):
         if p not in self._state:
-            self._state[p] = self._new_state(p._array)
+            zeros = _thin_zeros if hasattr(p.grad, "rows") else _zeros
+            self._state[p] = self._new_state(p._array, zeros)
         return self._state[p]
 
     def _update(self, array, g, state, group):
@@ -159,7 +162,7 @@ class Optimizer:
             self._check(group)
         leaves, loaded = _numbered(self._leaves()), {}
         for i, given in given_states.items():
-            fresh = self._new_state(leaves[i]._array) if i in leaves else None
+            fresh = self._new_state(leaves[i]._array, _zeros) if i in leaves else None
             if fresh is None or set(fresh) != set(given):
                 raise ValueError(f"{name}: there is no parameter {i} with state {sorted(given)}")
             for key, start in fresh.items():
@@ -175,8 +178,16 @@ class Optimizer:
 
 
 def _zeros(p):
-    """Return zeros like `p`, in memory that the system hands over where it is first touched."""
     return np.zeros(p.shape, p.dtype)
+
+
+def _thin_zeros(p):
+    """Return zeros in small pages, each there once it is touched; NumPy asks for huge ones."""
+    if p.nbytes < 1 << 22 or not hasattr(mmap, "MADV_NOHUGEPAGE"):
+        return _zeros(p)
+    memory = mmap.mmap(-1, p.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, p.dtype).reshape(p.shape)
 
 
 def _numbered(things):
@@ -236,8 +247,8 @@ class SGD(Optimizer):
         if group["nesterov"] and not group["momentum"]:
             raise ValueError("SGD: nesterov needs a momentum")
 
-    def _new_state(self, p):
-        return {"buffer": _zeros(p)}
+    def _new_state(self, p, zeros):
+        return {"buffer": zeros(p)}
 
     def _state_of(self, p, group):
         return super()._state_of(p, group) if group["momentum"] else {}
@@ -287,8 +298,8 @@ class Adam(Optimizer):
         if np.shape(betas) != (2,) or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"{type(self).__name__}: betas={betas} must be two numbers in [0, 1)")
 
-    def _new_state(self, p):
-        return {"step": 0, "mean": _zeros(p), "mean_square": _zeros(p)}
+    def _new_state(self, p, zeros):
+        return {"step": 0, "mean": zeros(p), "mean_square": zeros(p)}
 
     def _update(self, array, g, state, group):
         state["step"] += 1

@@ -360,6 +360,13 @@ TABLE: list[Row] = [
         (ops.shapes.scatter,),
     ),
     Row(
+        "lookup",
+        lambda x: ops.shapes.lookup(x, ids=np.array([[3, 0], [3, 3]]), sparse=True),
+        lambda x: x[[[3, 0], [3, 3]]],
+        (normal(4, 2),),
+        (ops.shapes.lookup,),
+    ),
+    Row(
         "take",
         lambda x: ms.take(x, [[3, 0], [3, 3]], axis=1),
         lambda x: np.take(x, [[3, 0], [3, 3]], axis=1),

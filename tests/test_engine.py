@@ -788,3 +788,38 @@ def test_index_arrays_are_copied():
     index[:] = 2
     y.sum().backward()
     np.testing.assert_array_equal(x.grad, [2, 0, 0])
+
+
+# ------------------------------------------------------------------------------------ graphs drawn
+
+
+def test_graph_as_text():
+    """Each operation and leaf once, an edge for each use, names, shapes and dtypes."""
+    x = ms.tensor([1.0, 2.0], requires_grad=True)
+    y = ms.tensor([[3.0], [4.0]], requires_grad=True, dtype="float64")
+    z = (x * x + ms.exp(y) * 2.0).sum()
+    g = ms.viz.graph(z)
+    assert g.dot.startswith("digraph {")
+    assert g.dot.endswith("}")
+    assert repr(g) == g.dot
+    for text, arrow in ((g.dot, "->"), (g.mermaid, "-->")):
+        assert text.count(f" {arrow} ") == 7
+        assert text.count("leaf") == 2 if text is g.mermaid else text.count(">leaf") == 0
+        for part in ("sum<br>() float64", "exp<br>(2, 1) float64", "add<br>(2, 2) float64"):
+            assert text.count(part) == 1
+    assert "text/vnd.mermaid" in g._repr_mimebundle_()
+    leaf = ms.viz.graph(x)
+    assert leaf.mermaid.count("\n") == 1
+    W = ms.SparseParameter((ms.Pattern.diagonal(2), [1.0, 2.0]))
+    assert "spmm" in ms.viz.graph((W @ x).sum()).dot
+    assert "leaf" in ms.viz.graph(W).dot
+    with pytest.raises(TypeError, match="needs a Tensor"):
+        ms.viz.graph(3.0)
+
+
+def test_graph_of_a_long_chain():
+    x = ms.tensor(1.0, requires_grad=True)
+    y = x
+    for _ in range(20_000):
+        y = y + 1.0
+    assert ms.viz.graph(y).dot.count("->") == 20_000

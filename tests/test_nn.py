@@ -292,3 +292,99 @@ def test_training_learns():
             opt.step()
     assert np.mean(np.argmax(model(x).data, axis=1) == y) > 0.95
     assert model[0].weight.pattern.indices.tobytes() == indices
+
+
+def test_new_layers_against_pytorch():
+    torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
+    rng = np.random.default_rng(0)
+    x, c = rng.normal(size=(2, 5, 6)), rng.normal(size=(2, 5, 6))
+    ours, theirs = ms.tensor(x, requires_grad=True), torch.tensor(x, requires_grad=True)
+    layer, oracle = ms.nn.LayerNorm(6, dtype=np.float64), torch.nn.LayerNorm(6).double()
+    layer.weight.data, layer.bias.data = rng.normal(size=6), rng.normal(size=6)
+    with torch.no_grad():
+        oracle.weight[:] = torch.tensor(layer.weight.numpy())
+        oracle.bias[:] = torch.tensor(layer.bias.numpy())
+    for f, g in ((layer, oracle), (ms.nn.GELU(), torch.nn.GELU())):
+        ours.grad = theirs.grad = None
+        (f(ours) * c).sum().backward()
+        (g(theirs) * torch.tensor(c)).sum().backward()
+        np.testing.assert_allclose(f(ours).data, g(theirs).detach().numpy(), rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(ours.grad, theirs.grad.numpy(), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(layer.weight.grad, oracle.weight.grad.numpy())
+    np.testing.assert_allclose(layer.bias.grad, oracle.bias.grad.numpy())
+    targets = rng.random((2, 5, 6))
+    for reduction in ("mean", "sum", "none"):
+        mine = ms.nn.bce_with_logits(ours * 30, targets, reduction=reduction)
+        its = torch.nn.functional.binary_cross_entropy_with_logits(
+            theirs * 30, torch.tensor(targets), reduction=reduction
+        )
+        np.testing.assert_allclose(mine.data, its.detach().numpy())
+    assert ms.gradcheck(lambda x: [layer(x), ms.nn.bce_with_logits(x, targets)], ours, order=2)
+
+
+def test_dropout():
+    layer = ms.nn.Dropout(0.25, rng=0)
+    x = ms.tensor(np.ones((200, 50), np.float32), requires_grad=True)
+    y = layer(x)
+    assert y.dtype == np.float32
+    kept = y.data != 0
+    assert abs(kept.mean() - 0.75) < 0.02
+    np.testing.assert_allclose(y.data[kept], 1 / 0.75, rtol=1e-6)
+    y.sum().backward()
+    np.testing.assert_array_equal(x.grad, y.data)
+    assert layer.eval()(x) is x
+    # The memory order of x is kept, and makes no difference to what is dropped.
+    ones = ms.tensor(np.ones((30, 20))), ms.tensor(np.ones((20, 30))).T
+    a, b = (ms.nn.Dropout(0.5, rng=1)(z).numpy() for z in ones)
+    np.testing.assert_array_equal(a, b)
+    assert b.T.flags.c_contiguous
+    assert not ms.nn.Dropout(1.0)(np.ones(9)).any()
+    assert ms.nn.Dropout(0.0)(x) is x
+    with pytest.raises(ValueError, match="probability"):
+        ms.nn.Dropout(1.5)
+    state = layer.train().state_dict()
+    first = layer(x).data
+    layer.load_state_dict(state)
+    np.testing.assert_array_equal(layer(x).data, first)
+    before = layer.state_dict()
+    for bad in ({"rng": 3}, {"rng": {"bit_generator": "MT19937"}}, {"rng": {}}):
+        with pytest.raises(ValueError, match="rng"):
+            layer.load_state_dict(bad)
+    assert layer.state_dict() == before
+
+
+def test_embedding():
+    table = ms.nn.Embedding(5, 3, dtype=np.float64, rng=0)
+    ids = np.array([[4, 0], [4, 4]])
+    out = table(ids)
+    np.testing.assert_array_equal(out.data, table.weight.data[ids])
+    out.sum().backward()
+    np.testing.assert_array_equal(table.weight.grad[:, 0], [1, 0, 0, 0, 3])
+    ids[:] = 0  # the caller's array may change before backward
+    assert table([]).shape == (0, 3)
+    for bad, error in (([5], IndexError), ([-1], IndexError), ([0.5], TypeError)):
+        with pytest.raises(error):
+            table(bad)
+    with pytest.raises(ValueError, match="needs 6"):
+        ms.nn.LayerNorm(6)(np.ones((2, 5)))
+    with pytest.raises(ValueError, match="shape"):
+        ms.nn.bce_with_logits(np.ones(3), np.ones(2))
+    for sparse in (False, True):
+        twin = ms.nn.Embedding(5, 3, sparse=sparse, dtype=np.float64, rng=0)
+        weight = twin.weight.data.copy()
+        assert ms.gradcheck(
+            lambda w: ms.ops.shapes.lookup(w, ids=np.array([[4, 0], [4, 4]])) ** 2, weight, order=2
+        )
+
+
+def test_modules_nested_in_lists_and_dicts():
+    class Net(ms.nn.Module):
+        def __init__(self):
+            self.towers = {"left": [ms.nn.Linear(2, 2, rng=0)], "right": (ms.nn.Dropout(rng=1),)}
+
+    names = list(Net().state_dict())
+    assert names == ["towers.left.0.weight", "towers.left.0.bias", "towers.right.0.rng"]
+    shared = ms.Pattern.diagonal(4)
+    model = ms.nn.Sequential(*(ms.nn.SparseLinear(4, 4, pattern=shared, rng=i) for i in range(2)))
+    state = model.state_dict()
+    assert state["0.weight"]["pattern"] is state["1.weight"]["pattern"]

@@ -39,11 +39,11 @@ def test_steps_are_pytorchs(name, options, dtype):
     opt = getattr(ms.optim, name)(ours, **options)
     oracle = getattr(torch.optim, name)(theirs, **options)
     rng = np.random.default_rng(3)
-    for step in range(50):
+    for step in range(100):
         for p, q in zip(ours[:2], theirs[:2], strict=True):  # the third never has a gradient
             p.grad = rng.normal(size=p.shape).astype(dtype)
             q.grad = torch.tensor(p.grad)
-        if step == 25:
+        if step == 50:
             opt.param_groups[0]["lr"] = oracle.param_groups[0]["lr"] = 0.01
         opt.step()
         oracle.step()
@@ -246,3 +246,201 @@ def test_scalar_parameter(make):
     assert p.grad == 3
     opt.step()
     assert p.item() < 1
+
+
+# ----------------------------------------------------------------------- row-sparse, clip, schedule
+
+
+def row_sparse(p, rows, values):
+    return ms.RowGrad(rows, np.asarray(values, dtype=p.dtype), p.shape)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SGD", {"lr": 0.1}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        ("Adam", {"lr": 0.1}),
+        ("AdamW", {"lr": 0.1, "weight_decay": 0.0}),
+    ],
+)
+def test_rows_are_updated_as_a_small_parameter_would_be(name, options, dtype):
+    """The touched rows take the dense step, and nothing else changes by a bit."""
+    table, small = leaf(9, 3, dtype=dtype), leaf(9, 3, dtype=dtype)
+    small = ms.tensor(table.data[[1, 4]], requires_grad=True)
+    before = table.data.copy()
+    opts = [getattr(ms.optim, name)([p], **options) for p in (table, small)]
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        g = rng.normal(size=(2, 3)).astype(dtype)
+        table.grad = row_sparse(table, [4, 1], g[::-1])
+        small.grad = g
+        for opt in opts:
+            opt.step()
+        assert table.data[[1, 4]].tobytes() == small.data.tobytes()
+    others = [0, 2, 3, 5, 6, 7, 8]
+    assert table.data[others].tobytes() == before[others].tobytes()
+    state = opts[0].state_dict()
+    table.grad = np.ones_like(before)  # a dense gradient may follow
+    opts[0].step()
+    opts[0].load_state_dict(state)
+
+
+def test_row_sparse_gradients():
+    """Repeated rows add up; sums of them stay row-sparse, with a dense one they are dense."""
+    table = ms.nn.Embedding(6, 2, sparse=True, dtype=np.float64, rng=0)
+    dense = ms.tensor(table.weight.data, requires_grad=True)
+    ids, c = np.array([[5, 1], [1, 1]]), np.arange(8.0).reshape(2, 2, 2)
+    (table(ids) * c).sum().backward()
+    (dense[ids] * c).sum().backward()
+    g = table.weight.grad
+    assert isinstance(g, ms.RowGrad)
+    assert g.rows.tolist() == [1, 5]
+    np.testing.assert_array_equal(g.to_dense(), dense.grad)
+    table([0, 5]).sum().backward()  # a second backward adds up
+    assert isinstance(table.weight.grad, ms.RowGrad)
+    assert table.weight.grad.rows.tolist() == [0, 1, 5]
+    (table([2]).sum() + table.weight.sum()).backward()
+    assert isinstance(table.weight.grad, np.ndarray)
+    dense[[0, 5]].sum().backward()
+    (dense[[2]].sum() + dense.sum()).backward()
+    np.testing.assert_array_equal(table.weight.grad, dense.grad)
+    # Through ms.grad, and for a table that is no leaf, it comes out dense.
+    np.testing.assert_array_equal(ms.grad(table(ids).sum(), table.weight)[:, 0], [0, 3, 0, 0, 0, 1])
+    w = table.weight
+    w.grad = None
+    doubled = ms.ops.shapes.lookup(w * 2, ids=ids, sparse=True)
+    doubled.sum().backward()
+    np.testing.assert_array_equal(w.grad[:, 0], [0, 6, 0, 0, 0, 2])
+    second = ms.grad(ms.sum(table(ids) ** 3), w, create_graph=True)
+    np.testing.assert_allclose(ms.grad(second.sum(), w)[5], 6 * w.data[5])
+
+
+def test_row_sparse_gradients_refused():
+    p = leaf(4, 2)
+    p.grad = row_sparse(p, [1], [[1.0, 2.0]])
+    opt = ms.optim.SGD([p], lr=0.1, weight_decay=0.1)
+    before = p.data.copy()
+    with pytest.raises(ValueError, match="weight decay"):
+        opt.step()
+    np.testing.assert_array_equal(p.data, before)
+    for rows, values, error in (
+        ([4], np.ones((1, 2)), IndexError),
+        ([-1], np.ones((1, 2)), IndexError),
+        ([1], np.ones((2, 2)), ValueError),
+        ([0.5], np.ones((1, 2)), TypeError),
+    ):
+        with pytest.raises(error):
+            ms.RowGrad(rows, values, (4, 2))
+
+
+def test_work_is_for_touched_rows(in_new_process):
+    """A table of 1.28 GB: backward and step touch 1,000 rows, and memory shows it."""
+    printed = in_new_process(
+        "import numpy as np, minisparse as ms\n"
+        "table = ms.nn.Embedding(5_000_000, 64, sparse=True, rng=0)\n"
+        "def rss():\n"
+        "    return int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1024\n"
+        "opt = ms.optim.Adam([table.weight])\n"
+        "ids = np.random.default_rng(0).integers(5_000_000, size=1000)\n"
+        "ms.warmup(['float32'])\n"
+        "before = rss()\n"
+        "for step in range(3):\n"
+        "    opt.zero_grad()\n"
+        "    table(ids).sum().backward()\n"
+        "    opt.step()\n"
+        "print(rss() - before)\n"
+    )
+    assert float(printed) < 40  # MB; the two moments of the whole table would be 2,560
+
+
+def test_clipping_is_pytorchs():
+    torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
+    ours = [leaf(3, 4), leaf(5, rng=1), leaf(2, rng=2)]
+    theirs = [torch.tensor(p.numpy().copy(), requires_grad=True) for p in ours]
+    for scale, most in ((1.0, 0.5), (1e-3, 0.5), (1.0, 0.0), (1e4, 1e9)):
+        for p, q in zip(ours[:2], theirs[:2], strict=True):
+            p.grad = scale * np.random.default_rng(3).normal(size=p.shape)
+            q.grad = torch.tensor(p.grad)
+        kept = ours[0].grad
+        norm = ms.optim.clip_grad_norm(ours, most)
+        expected = torch.nn.utils.clip_grad_norm_(theirs, most).item()
+        np.testing.assert_allclose(norm, expected)
+        for p, q in zip(ours[:2], theirs[:2], strict=True):
+            np.testing.assert_allclose(p.grad, q.grad.numpy(), rtol=1e-12)
+        assert norm <= most or kept is not ours[0].grad  # what was visible is not written into
+
+
+def test_clipping_at_the_edges():
+    W, table = ms.SparseParameter(A), leaf(4, 2)
+    W.grad = np.array([3.0, 0.0, 0.0])
+    table.grad = row_sparse(table, [1, 1], [[1.0, 0.0], [3.0, 0.0]])
+    assert ms.optim.clip_grad_norm([W, table], 2.5) == 5.0
+    np.testing.assert_allclose(W.grad, [1.5, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(table.grad.values, [[2.0, 0.0]], rtol=1e-6)
+    W.grad = np.array([np.inf, 0.0, 1.0])
+    assert ms.optim.clip_grad_norm([W], 1.0) == np.inf
+    np.testing.assert_array_equal(W.grad, [np.inf, 0.0, 1.0])
+    big = ms.tensor([1.0, 1.0], requires_grad=True, dtype="float32")
+    big.grad = np.full(2, 1e30, np.float32)  # whose squares overflow in float32
+    np.testing.assert_allclose(ms.optim.clip_grad_norm([big], 1.0), 2**0.5 * 1e30, rtol=1e-6)
+    assert ms.optim.clip_grad_norm([leaf(2)], 1.0) == 0.0
+    with pytest.raises(ValueError, match="max_norm"):
+        ms.optim.clip_grad_norm([W], -1.0)
+
+
+def test_schedules_are_pytorchs():
+    torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
+    scheduler = torch.optim.lr_scheduler
+    for ours, theirs in (
+        (lambda o: ms.optim.StepLR(o, 7, gamma=0.5), lambda o: scheduler.StepLR(o, 7, gamma=0.5)),
+        (lambda o: ms.optim.CosineLR(o, 40), lambda o: scheduler.CosineAnnealingLR(o, 40)),
+        (
+            lambda o: ms.optim.CosineLR(o, 40, min_lr=0.01),
+            lambda o: scheduler.CosineAnnealingLR(o, 40, eta_min=0.01),
+        ),
+    ):
+        opt = ms.optim.SGD([{"params": [leaf(1)], "lr": 0.3}, {"params": [leaf(2)]}], lr=0.1)
+        q = [torch.zeros(1, requires_grad=True), torch.zeros(2, requires_grad=True)]
+        oracle = torch.optim.SGD([{"params": q[:1], "lr": 0.3}, {"params": q[1:]}], lr=0.1)
+        a, b = ours(opt), theirs(oracle)
+        for _ in range(40):
+            for mine, its in zip(opt.param_groups, oracle.param_groups, strict=True):
+                np.testing.assert_allclose(mine["lr"], its["lr"], atol=1e-15)
+            oracle.step()
+            a.step()
+            b.step()
+
+
+def test_warmup_and_resuming():
+    opt = ms.optim.SGD([leaf(1)], lr=1.0)
+    schedule = ms.optim.CosineLR(opt, 8, warmup=3, min_lr=0.1)
+    rates = []
+    for step in range(12):
+        rates.append(opt.param_groups[0]["lr"])
+        if step == 5:
+            state = schedule.state_dict()
+        schedule.step()
+    np.testing.assert_allclose(rates[:4], [0.25, 0.5, 0.75, 1.0])
+    np.testing.assert_allclose(rates[8:], 0.1)
+    assert rates[3:9] == sorted(rates[3:9], reverse=True)
+    other = ms.optim.SGD([leaf(1)], lr=0.7)
+    resumed = ms.optim.CosineLR(other, 8, warmup=3, min_lr=0.1)
+    resumed.load_state_dict(state)
+    for rate in rates[5:]:
+        assert other.param_groups[0]["lr"] == rate
+        resumed.step()
+    for bad in ({}, None, {"steps": -1, "start": [1.0]}, {"steps": 1, "start": [1.0, 2.0]}):
+        with pytest.raises(ValueError):
+            resumed.load_state_dict(bad)
+    for call in (
+        lambda: ms.optim.CosineLR(opt, 5, warmup=5),
+        lambda: ms.optim.StepLR(opt, 0),
+        lambda: ms.optim.CosineLR(opt, 0),
+    ):
+        with pytest.raises(ValueError):
+            call()
+    with pytest.raises(TypeError):
+        ms.optim.StepLR([leaf(1)], 1)
