@@ -359,8 +359,7 @@ def _spmm(chunk, chunks, out, dots, u, values, perm, x, ptr, indices, column, lo
     n, last, permuted, both = len(ptr) - 1, len(indices) - 1, len(perm) > 0, len(dots) > 0
     zero, one = x.dtype.type(0), zeros(x, 64)
     out, values, perm, x = data(out), data(values), data(perm), data(x)
-    dots, u = data(dots), data(u)
-    ptr, indices = data(ptr), data(indices)
+    ptr, indices, dots, u = data(ptr), data(indices), data(dots), data(u)
     first, bound = _rows(chunk, chunks, ptr, n)
     for i in range(first, bound):
         start, end = np.int64(get(ptr, i)), np.int64(get(ptr, i + 1))
@@ -792,9 +791,8 @@ def spmm(plan, values, x, u=None, dots=None):
     if x.ndim == 1:
         return spmm(plan, values, x[:, None]).reshape(-1)
     key = x.dtype.char + plan.indices.dtype.char
-    out, ordered = empty((plan.n_rows, x.shape[1]), x.dtype), contiguous(values)
-    far, near = _steps(plan)
-    ordered = gather(ordered, far, scatter=True) if len(far) else ordered
+    out, (far, near) = empty((plan.n_rows, x.shape[1]), x.dtype), _steps(plan)
+    ordered = gather(values, far, scatter=True) if len(far) else contiguous(values)
     if len(near) and x[:1].nbytes > 256:  # several passes over a row: permute once
         ordered, near = gather(ordered, near), near[:0]
     longest, u, dots = (2 * SPLIT, out, out.reshape(-1)[:0]) if u is None else (plan.nnz, u, dots)
