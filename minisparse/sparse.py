@@ -72,6 +72,9 @@ def spmm(values, x, *, pattern, transpose=False):
 
 @spmm.vjp(values=1, x=0)
 def _(g, need, values, x, pattern, transpose):
+    if all(need) and not isinstance(g, Tensor):  # one walk for both
+        plans = pattern.plan, pattern.plan_T
+        return kernels.spmm_vjp(*(plans[::-1] if transpose else plans), values, x, g)
     u, v = (x, g) if transpose else (g, x)
     return (
         _sddmm(u, v, pattern=pattern) if need[0] else None,

@@ -191,6 +191,74 @@ def test_adam_moments_decay():
     np.testing.assert_allclose((first - p) / 0.1, 0.670, atol=5e-4)
 
 
+# Both gradients in one walk ---------------------------------------------------------------------
+
+
+def check_both(plan, values, x, g, exact=True):
+    """Held to the two products apart, for A and for its transpose."""
+    back = transposed(plan)
+    for p, q, u, v in ((plan, back, x, g), (back, plan, g, x)):
+        got = kernels.spmm_vjp(p, q, values, u, v)
+        for a, b in zip(got, (kernels.sddmm(p, v, u), kernels.spmm(q, values, v)), strict=True):
+            if exact:
+                check_same(a, b)
+            else:
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@given(plans, st.sampled_from([None, 0, 1, 2, 3, 7, 8, 16, 17, 32, 64, 100, 256]), dtypes, seeds)
+def test_spmm_vjp(plan, k, dtype, seed):
+    columns = () if k is None else (k,)
+    values = whole_numbers(seed, plan.nnz, dtype=dtype)
+    x = whole_numbers(seed + 1, plan.n_cols, *columns, dtype=dtype)
+    g = whole_numbers(seed + 2, plan.n_rows, *columns, dtype=dtype)
+    check_both(plan, values, x, g)
+    for a, b in zip(
+        kernels.spmm_vjp(plan, transposed(plan), values, x, g),
+        reference("spmm_vjp", plan, transposed(plan), values, x, g),
+        strict=True,
+    ):
+        check_same(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("index", INDEX)
+@pytest.mark.parametrize("case", ["plain", "steps", "panels", "giant", "dominated"])
+def test_both_gradients(monkeypatch, threads, case, dtype, index):
+    """Apart and in one walk: bit for bit up to 256 bytes a row, and for every thread count."""
+    mask = np.random.default_rng(0).random((257, 131)) < 0.3
+    mask[200:220], mask[:, 7] = False, False
+    mask[100] = mask[:, 50] = True
+    monkeypatch.setattr(cpu, "BLOCK", 100 if case == "steps" else 1 << 16)
+    monkeypatch.setattr(cpu, "CACHE", 1 << 16 if case == "panels" else 1 << 20)
+    monkeypatch.setattr(cpu, "SPLIT", 60 if case == "giant" else 30 if case == "dominated" else 200)
+    if case == "dominated":
+        mask[:, 60:] = False
+        mask[:, :49] &= np.arange(257)[:, None] % 9 == 0
+    plan = plan_of(mask, index)
+    values, back = normal(0, plan.nnz, dtype=dtype), transposed(plan)
+    for k in (1, 2, 3, 7, 8, 16, 17, 32, 64, 100, 256):
+        x, g = normal(1, 131, k, dtype=dtype), normal(2, 257, k, dtype=dtype)
+        monkeypatch.setattr(cpu, "PARALLEL_WORK", 1 << 40)
+        check_both(plan, values, x, g, exact=x[:1].nbytes <= 256)
+        expected = kernels.spmm_vjp(plan, back, values, x, g)
+        monkeypatch.setattr(cpu, "PARALLEL_WORK", -1)
+        for chunk in (64, 1 << 12):
+            monkeypatch.setattr(cpu, "CHUNK_WORK", chunk)
+            for n in (1, 2, 4):
+                threads(n)
+                for a, b in zip(kernels.spmm_vjp(plan, back, values, x, g), expected, strict=True):
+                    check_same(a, b)
+
+
+def test_both_gradients_of_nan_and_inf():
+    """What is not there adds nothing, nor what comes twice in a vector."""
+    plan = plan_of(np.array([[1, 0, 1], [0, 1, 0], [1, 0, 0], [0, 0, 0]], bool))
+    values, x, g = np.array([1, 0, 2, 3.0]), np.ones((3, 32)), np.ones((4, 32))
+    g[0, 5], g[3], x[1, 0] = np.inf, np.nan, np.nan
+    check_both(plan, values, x, g)
+
+
 # Structure ------------------------------------------------------------------------------------
 
 
@@ -404,6 +472,13 @@ def test_layouts(layout, k, dtype):
     check_same(
         kernels.spmm(transposed(plan), values, f(row)), kernels.spmm(transposed(plan), values, row)
     )
+    back = transposed(plan)
+    for a, b in zip(
+        kernels.spmm_vjp(plan, back, f(values), given, f(u)),
+        kernels.spmm_vjp(plan, back, values, v, u),
+        strict=True,
+    ):
+        check_same(a, b)
 
 
 @pytest.mark.parametrize("k", [1, 7, 64])

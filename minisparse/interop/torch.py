@@ -28,6 +28,10 @@ class _SpMM(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         (values, x), (pattern, transpose) = ctx.saved_tensors, ctx.structure
+        if all(ctx.needs_input_grad[:2]) and not torch.is_grad_enabled():  # one walk for both
+            plans = (pattern.plan, pattern.plan_T)[:: -1 if transpose else 1]
+            arrays = (t.detach().numpy() for t in (values, x, g))
+            return *map(torch.from_numpy, kernels.spmm_vjp(*plans, *arrays)), None, None
         u, v = (x, g) if transpose else (g, x)
         dvalues = _SDDMM.apply(u, v, pattern) if ctx.needs_input_grad[0] else None
         dx = _SpMM.apply(values, g, pattern, not transpose) if ctx.needs_input_grad[1] else None

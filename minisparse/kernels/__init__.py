@@ -47,7 +47,7 @@ class Plan:
     def __init__(self, indptr, indices, n_cols, perm=None):
         self.indptr, self.indices, self.perm = indptr, indices, perm
         self.n_rows, self.n_cols, self.nnz = len(indptr) - 1, n_cols, len(indices)
-        self.derived = None
+        self.derived = {}
 
 
 @functools.cache
@@ -71,6 +71,10 @@ def _kernels(array):
 
 def spmm(plan, values, x):
     return _kernels(x).spmm(plan, values, x)
+
+
+def spmm_vjp(plan, back, values, x, g):
+    return _kernels(g).spmm_vjp(plan, back, values, x, g)
 
 
 def sddmm(plan, u, v):
@@ -115,6 +119,7 @@ def contiguous(x):
 
 _DOORS = (
     spmm,
+    spmm_vjp,
     sddmm,
     gather,
     segment_sum,

@@ -147,14 +147,20 @@ def splat(typingctx, like, value):
 
 @intrinsic
 def fma(typingctx, x, y, z):
-    """x y + z for vectors: in one rounding where the machine can."""
+    """x y + z for vectors: in one rounding where the machine can.
 
-    def emit(b, t, *args):
-        name = f"llvm.fmuladd.v{x.lanes}f{x.dtype.bitwidth}"
+    Where z is narrower, the pieces of x y are added to it one after the other.
+    """
+
+    def emit(b, t, x, y, total):
+        name = f"llvm.fmuladd.v{z.lanes}f{z.dtype.bitwidth}"
         f = cgutils.get_or_insert_function(b.module, ir.FunctionType(t, [t, t, t]), name)
-        return b.call(f, args)
+        for n in range(0, x.type.count, t.count):
+            piece = _constant(32, [*range(n, n + t.count)])
+            total = b.call(f, [*(b.shuffle_vector(v, v, piece) for v in (x, y)), total])
+        return total
 
-    return _of(x(x, x, x), emit)
+    return _of(z(x, y, z), emit)
 
 
 @intrinsic
@@ -278,8 +284,8 @@ def _share(chunk, chunks, n):
 
 
 @inlined
-def _value(values, perm, permuted, e):
-    return get(values, np.int64(get(perm, e)) if permuted else np.int64(e))
+def _place(perm, permuted, e):
+    return np.int64(get(perm, e)) if permuted else np.int64(e)
 
 
 @inlined
@@ -296,7 +302,7 @@ def _tile(like, rest, out, to, values, perm, permuted, x, k, c, start, end, indi
             at = np.int64(get(indices, min(e + ahead, last))) * k + c
             prefetch(like, x, at)
             prefetch(like, x, at + shift)
-        value = splat(like, _value(values, perm, permuted, e))
+        value = splat(like, get(values, _place(perm, permuted, e)))
         at = np.int64(get(indices, e)) * k + c
         low = fma(value, load(like, x, at), low)
         high = fma(value, load(like, x, at + shift), high)
@@ -304,27 +310,56 @@ def _tile(like, rest, out, to, values, perm, permuted, x, k, c, start, end, indi
     put(out, to + shift, high)
 
 
+@inlined
+def _pair(like, one, dots, u, more, out, to, values, perm, permuted, x, k, c, *row):
+    """A tile as above, and dots[e] = (dots[e] if more) + u[to] . x[j] in its columns.
+
+    Each row of x is loaded once for both. Four entries share the sums across lanes; in the last
+    round some may be the same.
+    """
+    start, end, indices, last, ahead = row
+    mine, total = load(like, u, to), like
+    sa = sb = sc = sd = one
+    for e in range(start, end, 4):
+        for n in range(4):
+            at = min(e + n, end - 1)
+            if ahead:
+                prefetch(like, x, np.int64(get(indices, min(e + n + ahead, last))) * k + c)
+            row = load(like, x, np.int64(get(indices, at)) * k + c)
+            if e + n < end:
+                total = fma(splat(like, get(values, _place(perm, permuted, at))), row, total)
+            sa, sb, sc, sd = sb, sc, sd, fma(row, mine, one)
+        sums = totals(sa, sb, sc, sd)
+        for n in range(4):
+            if e + n < end:
+                at = _place(perm, permuted, e + n)
+                put(dots, at, get(dots, at) + lane(sums, n) if more else lane(sums, n))
+    put(out, to, total)
+
+
 @numba.njit(forceinline=True, fastmath={"reassoc", "contract"}, **FLAGS)
 def _dot(zero, values, perm, permuted, x, start, end, indices):
     """One row times a vector, in several sums as LLVM sees fit."""
     total = zero
     for e in range(start, end):
-        total += _value(values, perm, permuted, e) * get(x, get(indices, e))
+        total += get(values, _place(perm, permuted, e)) * get(x, get(indices, e))
     return total
 
 
 @body
-def _spmm(chunk, chunks, out, values, perm, x, ptr, indices, column, longest, ahead):
+def _spmm(chunk, chunks, out, dots, u, values, perm, x, ptr, indices, column, longest, ahead):
     """out[:, column : column + k] = A x, without the rows of more than `longest` entries.
 
-    An empty `perm` stands for the values as they come.
+    An empty `perm` stands for the values as they come. Where `dots` is not empty, it gets
+    u[i] . x[j] for each entry, in the order of the values; the rows of x then take 64 bytes, or a
+    multiple of 256.
     """
     k, width, size = x.shape[1], out.shape[1], x.itemsize
     full = 256 // size
-    n, last, permuted = len(ptr) - 1, len(indices) - 1, len(perm) > 0
-    zero = x.dtype.type(0)
+    n, last, permuted, both = len(ptr) - 1, len(indices) - 1, len(perm) > 0, len(dots) > 0
+    zero, one = x.dtype.type(0), zeros(x, 64)
     out, values, perm, x = data(out), data(values), data(perm), data(x)
-    ptr, indices = data(ptr), data(indices)
+    ptr, indices, dots, u = data(ptr), data(indices), data(dots), data(u)
     first, bound = _rows(chunk, chunks, ptr, n)
     for i in range(first, bound):
         start, end = np.int64(get(ptr, i)), np.int64(get(ptr, i + 1))
@@ -339,7 +374,12 @@ def _spmm(chunk, chunks, out, values, perm, x, ptr, indices, column, longest, ah
             rest = min(k - c, full)
             where = out, to + c, values, perm, permuted, x, k, c
             row = (rest, *where, start, end, indices, last, ahead)
-            if rest * size > 128:
+            pair = one, dots, u, column + c > 0, *where, *row[-5:]
+            if both and rest * size > 64:
+                _pair(zeros(x, 256), *pair)
+            elif both:
+                _pair(one, *pair)
+            elif rest * size > 128:
                 _tile(zeros(x, 128), *row)
             elif rest * size > 64:
                 _tile(zeros(x, 64), *row)
@@ -417,8 +457,8 @@ def _sddmm(chunk, chunks, out, u, v, ptr, indices, column, ahead):
 
 
 @body
-def _gather(chunk, chunks, out, x, index, base, ahead):
-    """An empty `base` stands for zeros."""
+def _gather(chunk, chunks, out, x, index, base, scatter, ahead):
+    """An empty `base` stands for zeros. With `scatter` out[index[e]] = x[e] instead."""
     first, bound = _share(chunk, chunks, len(index))
     last, based, none = len(index) - 1, len(base) > 0, x.dtype.type(0)
     out, x, index, base = data(out), data(x), data(index), data(base)
@@ -426,6 +466,9 @@ def _gather(chunk, chunks, out, x, index, base, ahead):
         if ahead:
             prefetch(zeros(x, 4), x, np.int64(get(index, min(e + ahead, last))))
         at = get(index, e)
+        if scatter:
+            put(out, at, get(x, e))
+            continue
         value = get(x, max(at, 0))  # read in any case: a branch here is mispredicted half the time
         put(out, e, value if at >= 0 else get(base, e) if based else none)
 
@@ -524,13 +567,13 @@ def _spgemm_dot(
     first, bound = _rows(chunk, chunks, ptr_x, n)
     for i in range(first, bound):
         for e in range(get(ptr_x, i), get(ptr_x, i + 1)):
-            put(dense, at + get(indices_x, e), _value(x, perm_x, permuted_x, e))
+            put(dense, at + get(indices_x, e), get(x, _place(perm_x, permuted_x, e)))
         for e in range(get(ptr, i), get(ptr, i + 1)):
             _ask(line, y, ptr_y, indices_y, get(indices, min(e + 8, last)))
             j, total = get(indices, e), zero
             for f in range(get(ptr_y, j), get(ptr_y, j + 1)):
                 total += get(dense, at + get(indices_y, f)) * get(y, f)
-            put(out, np.int64(get(perm, e)) if permuted else np.int64(e), total)
+            put(out, _place(perm, permuted, e), total)
 
 
 @body
@@ -608,7 +651,8 @@ def _tasks(tasks, chunks, address, args):
     for _ in numba.prange(tasks):
         c = draw(data(counter))
         while c < chunks:
-            call(address, c, chunks, args)
+            # What runs at the same time lies far apart, and so does what it writes.
+            call(address, c % tasks * (chunks // tasks) + c // tasks, chunks, args)
             c = draw(data(counter))
 
 
@@ -675,7 +719,8 @@ class _Kernel:
                 try:
                     kernel, address = self.parallel.get(key) or self.compile_parallel(key)
                     chunks = min(int(work) // CHUNK_WORK + 1, most)
-                    kernel(min(get_num_threads(), chunks), chunks, address, args)
+                    tasks = min(get_num_threads(), chunks)
+                    kernel(tasks, chunks // tasks * tasks, address, args)
                     return
                 finally:
                     busy.release()
@@ -725,9 +770,11 @@ def _compile(function, signature, **options):
                 kernel._cache.flush()
 
 
-_SPMM, _SDDMM, _GATHER, _SEGMENT_SUM = map(_Kernel, (_spmm, _sddmm, _gather, _segment_sum))
-_ROW_MAX, _ROW_SOFTMAX, _COPY = map(_Kernel, (_row_max, _row_softmax, _copy))
-_SPGEMM, _DOT, _SGD = (_Kernel(body, written=2) for body in (_spgemm, _spgemm_dot, _sgd))
+_SDDMM, _GATHER, _SEGMENT_SUM, _COPY = map(_Kernel, (_sddmm, _gather, _segment_sum, _copy))
+_ROW_MAX, _ROW_SOFTMAX = map(_Kernel, (_row_max, _row_softmax))
+_SPMM, _SPGEMM, _DOT, _SGD = (
+    _Kernel(body, written=2) for body in (_spmm, _spgemm, _spgemm_dot, _sgd)
+)
 _ADAM = _Kernel(_adam, written=3)
 
 # ---------------------------------------------------------------------------------------------
@@ -738,6 +785,9 @@ SPLIT = 1 << 14
 
 AHEAD = 64
 """How many lines ahead a gathered operand is asked for."""
+
+BLOCK = 1 << 16
+"""How many values stay together where they are permuted in two steps."""
 
 CACHE = 1 << 20
 """Bytes of the second-level cache of a core."""
@@ -754,16 +804,35 @@ def _ahead(x):
 
 
 def _giants(plan):
-    """The rows to sum in pieces: the number of each, and a plan of the pieces as rows."""
-    if plan.derived is None:
-        plan.derived = []
+    """The rows to sum in pieces: the number of each, a plan of the pieces as rows, its values."""
+    if "giants" not in plan.derived:
+        plan.derived["giants"] = giants = []
         for i in np.flatnonzero(np.diff(plan.indptr) > 2 * SPLIT):
             start, end = plan.indptr[i : i + 2]
             ptr = np.append(np.arange(0, end - start, SPLIT), end - start)
             perm = np.arange(start, end) if plan.perm is None else plan.perm[start:end]
-            ptr, perm = ptr.astype(plan.indptr.dtype), perm.astype(plan.indptr.dtype)
-            plan.derived.append((i, Plan(ptr, plan.indices[start:end], plan.n_cols, perm)))
-    return plan.derived
+            pieces = Plan(ptr.astype(plan.indptr.dtype), plan.indices[start:end], plan.n_cols)
+            giants.append((i, pieces, perm))
+    return plan.derived["giants"]
+
+
+def _steps(plan):
+    """The permutation of the values in two steps, (far, near) with ``far[perm] == near``.
+
+    far[n] is the place of value n: in the block of its entry, among whose BLOCK entries the values
+    keep their order; near[e] is the place where entry e finds its value. So the first step moves
+    along in streams, the second stays in a block: both are kind to caches. `far` is empty where
+    one block is enough; so is `near` where nothing is permuted.
+    """
+    if "steps" not in plan.derived:
+        far, near = plan.indices[:0], plan.indices[:0] if plan.perm is None else plan.perm
+        if len(near) > BLOCK:
+            far, block = np.empty_like(near), np.empty_like(near)
+            block[near] = np.arange(plan.nnz) // BLOCK
+            far[np.argsort(block, kind="stable")] = np.arange(plan.nnz)
+            near = far[near]
+        plan.derived["steps"] = far, near
+    return plan.derived["steps"]
 
 
 def contiguous(x):
@@ -800,7 +869,10 @@ def _parts(plan, x):
     whole = k // m * m
     pays = x.nbytes > CACHE // 2 and n * 256 <= CACHE * 3 // 4 and plan.nnz >= 16 * n
     if not pays or whole <= m:
-        yield 0, contiguous(x)
+        x = contiguous(x)
+        # Where a row is as long as a cache line and lies across two, aligning x pays.
+        across = k * x.itemsize == 64 and x.nbytes > CACHE // 2 and x.ctypes.data % 64
+        yield 0, _panels(x, k)[0] if across and plan.nnz >= 4 * n else x
         return
     x = x if _readable(x) else contiguous(x)
     yield from zip(range(0, whole, m), _panels(x[:, :whole], m), strict=True)
@@ -808,23 +880,36 @@ def _parts(plan, x):
         yield whole, contiguous(x[:, whole:])
 
 
-def spmm(plan, values, x):
-    """See reference."""
+def spmm(plan, values, x, u=None, dots=None):
+    """See reference. `dots` gets the products of the rows of u and x, as in `_spmm`."""
     if x.ndim == 1:
         return spmm(plan, values, x[:, None]).reshape(-1)
     key = x.dtype.char + plan.indices.dtype.char
-    out = empty((plan.n_rows, x.shape[1]), x.dtype)
-    none = plan.indices[:0]
-    perm, ordered = none if plan.perm is None else plan.perm, contiguous(values)
-    if len(perm) and x.shape[1] * x.itemsize > 256:  # several passes over a row: permute once
-        perm, ordered = none, gather(ordered, perm)
+    out, (far, near) = empty((plan.n_rows, x.shape[1]), x.dtype), _steps(plan)
+    ordered = gather(values, far, scatter=True) if len(far) else contiguous(values)
+    if len(near) and x[:1].nbytes > 256:  # several passes over a row: permute once
+        ordered, near = gather(ordered, near), near[:0]
+    longest, u, dots = (2 * SPLIT, out, out.reshape(-1)[:0]) if u is None else (plan.nnz, u, dots)
     for column, part in _parts(plan, x):
-        work = (plan.nnz + plan.n_rows) * (part.shape[1] + 16)
-        arrays = out, ordered, perm, part, plan.indptr, plan.indices
-        _SPMM(key, work, *arrays, column, 2 * SPLIT, _ahead(part))
-    for i, pieces in _giants(plan):
-        out[i] = spmm(pieces, values, x).sum(0)
+        work = (plan.nnz + plan.n_rows) * (part.shape[1] + 16) * (2 if len(dots) else 1)
+        arrays = out, dots, u, ordered, near, part, plan.indptr, plan.indices
+        _SPMM(key, work, *arrays, column, longest, _ahead(part))
+    for i, pieces, perm in _giants(plan):
+        out[i] = spmm(pieces, values[perm], x).sum(0)
     return out
+
+
+def spmm_vjp(plan, back, values, x, g):
+    """See reference."""
+    size = g[:1].nbytes
+    # One walk pays where a row is whole vectors; but it does not split the row that dominates.
+    suits = size == 64 or 0 < size == size // 256 * 256
+    if not suits or any(8 * pieces.nnz > back.nnz for _, pieces, _ in _giants(back)):
+        return sddmm(plan, g, x), spmm(back, values, g)
+    dots, (far, near) = empty((back.nnz,), g.dtype), _steps(back)
+    out = spmm(back, values, g, contiguous(x), dots)
+    dots = gather(dots, near, scatter=True) if len(near) and size > 256 else dots
+    return gather(dots, far) if len(far) else dots, out
 
 
 def sddmm(plan, u, v):
@@ -840,19 +925,17 @@ def sddmm(plan, u, v):
     for column, part in _parts(plan, v):
         work = plan.nnz * (part.shape[1] + 16)
         _SDDMM(key, work, out, u, part, plan.indptr, plan.indices, column, _ahead(part))
-    if plan.perm is not None:
-        out[plan.perm] = out.copy()
-    return out
+    return out if plan.perm is None else gather(out, plan.perm, scatter=True)
 
 
-def gather(x, index, base=None):
-    """See reference."""
+def gather(x, index, base=None, scatter=False):
+    """See reference. With `scatter` out[index[e]] = x[e], for an index that is a permutation."""
     x, index = contiguous(x), contiguous(index)
     out = empty((len(index),), x.dtype)
     base = x[:0] if base is None else contiguous(base)
     x = x if len(x) else np.zeros(1, x.dtype)
-    key = x.dtype.char + index.dtype.char
-    _GATHER(key, 32 * len(index), out, x, index, base, _ahead(x[:, None]))
+    key, ahead = x.dtype.char + index.dtype.char, 0 if scatter else _ahead(x[:, None])
+    _GATHER(key, 32 * len(index), out, x, index, base, scatter, ahead)
     return out
 
 

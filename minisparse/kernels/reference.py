@@ -44,6 +44,30 @@ def spmm(plan, values, x):
     return out
 
 
+def spmm_vjp(plan, back, values, x, g):
+    """Both gradients of ``y = A x``: sddmm for the values, Aᵀ g for x.
+
+    Parameters
+    ----------
+    plan, back : Plan
+        The structures of A and of its transpose, for the same `values`.
+    values : ndarray of shape (nnz,)
+    x : ndarray of shape (n_cols, k) or (n_cols,)
+    g : ndarray of shape (n_rows, k) or (n_rows,)
+        The gradient of y.
+
+    Returns
+    -------
+    (ndarray of shape (nnz,), ndarray like x)
+        In the order of `values`; in C order.
+
+    Notes
+    -----
+    O(nnz·k + (n_rows + n_cols)·k).
+    """
+    return sddmm(plan, g, x), spmm(back, values, g)
+
+
 @np.errstate(all="ignore")
 def sddmm(plan, u, v):
     """Sampled dense-dense product: out[e] = sum over c of u[i, c] v[j, c], entry e being (i, j).
