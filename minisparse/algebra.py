@@ -201,7 +201,7 @@ def _(g, need, values, out, pattern):
 
 def _select(pattern, rows):
     """Return the pattern of some rows, and the number of each of its entries in `pattern`."""
-    counts = pattern.fan_in[rows].astype(np.int64)
+    counts = (pattern.indptr[rows + 1] - pattern.indptr[rows]).astype(np.int64)
     ends = np.cumsum(counts)
     shift = pattern.indptr[rows] - (ends - counts)
     entries = np.repeat(shift, counts) + np.arange(counts.sum())
@@ -243,9 +243,20 @@ class _Members(SparseTensor):
         -----
         O(entries selected + rows selected).
         """
-        chosen = np.arange(self.shape[0])[() if isinstance(rows, (tuple, Tensor)) else rows]
-        if isinstance(rows, (tuple, Tensor)) or chosen.ndim != 1:
+        n = self.shape[0]
+        chosen = np.arange(*rows.indices(n)) if isinstance(rows, slice) else np.asarray(raw(rows))
+        if (
+            isinstance(rows, tuple)
+            or chosen.ndim != 1
+            or (chosen.dtype.kind == "f" and len(chosen))
+        ):
             raise TypeError("S[rows] takes a list of rows, a slice or a mask; S[[i]] gives one row")
+        if chosen.dtype == bool and len(chosen) == n:
+            chosen = np.flatnonzero(chosen)
+        chosen = chosen.astype(np.intp)
+        if len(chosen) and not (-n <= chosen.min() and chosen.max() < n):
+            raise IndexError(f"S[rows]: rows from {chosen.min()} to {chosen.max()}, there are {n}")
+        chosen[chosen < 0] += n
         pattern, entries = _select(self.pattern, chosen)
         return SparseTensor(pattern, gather(self.values, index_map=IndexMap(entries, self.nnz)))
 

@@ -21,7 +21,7 @@ def _leaf(x):
     """Return what `f` is given for a primal, and the Tensor to differentiate in."""
     if isinstance(x, SparseTensor):
         leaf = _leaf(x.__tensor__())[1]
-        return (x if leaf is x.__tensor__() else x.with_values(leaf)), leaf
+        return (x if leaf is x.__tensor__() else x._with_leaf(leaf)), leaf
     if not isinstance(x, Tensor):
         x = tensor(x)
     if not (x.requires_grad and x._node is None):
@@ -30,17 +30,19 @@ def _leaf(x):
     return x, x
 
 
-def _evaluate(f, primals, name):
+def _evaluate(f, primals, name, scalar=False):
     """Return f's result as a Tensor, and the Tensors to differentiate in."""
-    if not primals:
-        raise ValueError(f"{name}: no primals, so there is nothing to differentiate in")
-    given, leaves = zip(*map(_leaf, primals), strict=True)
+    given, leaves = zip(*map(_leaf, primals), strict=True) if primals else ((), ())
+    if not primals or len(set(leaves)) < len(leaves):
+        raise ValueError(f"{name}: needs primals, and the same one not twice: copy it")
     with enable_grad():
         y = f(*given)
     if isinstance(y, SparseTensor):
         y = y.values
     if not isinstance(y, Tensor):
         raise TypeError(f"{name}: f returned a {type(y).__name__}, not a Tensor")
+    if scalar and y.size != 1:
+        raise ValueError(f"{name}: f returned a Tensor of shape {y.shape}, not of one element")
     return y, leaves
 
 
@@ -90,7 +92,7 @@ def vjp(f, *primals):
     array([ 2., 60.])
     """
     y, leaves = _evaluate(f, primals, "vjp")
-    return y.data, lambda v: _one_or_all(grad(y, leaves, v, retain_graph=True))
+    return y.data.copy(), lambda v: _one_or_all(grad(y, leaves, v, retain_graph=True))
 
 
 def jvp(f, primals, tangents):
@@ -119,7 +121,7 @@ def jvp(f, primals, tangents):
     y, leaves = _evaluate(f, _as_tuple(primals), "jvp")
     v = tensor(np.zeros_like(y.data), requires_grad=True)
     pulled = grad(y, leaves, v, create_graph=True)  # vᵀ J, linear in v: differentiate in v
-    return y.data, grad(_dot(pulled, tangents, leaves, "jvp"), v)
+    return y.data.copy(), grad(_dot(pulled, tangents, leaves, "jvp"), v)
 
 
 def hvp(f, primals, tangents):
@@ -149,7 +151,7 @@ def hvp(f, primals, tangents):
     >>> ms.hvp(lambda x: (x**3).sum(), [1.0, 2.0], [1.0, 1.0])
     array([ 6., 12.])
     """
-    y, leaves = _evaluate(f, _as_tuple(primals), "hvp")
+    y, leaves = _evaluate(f, _as_tuple(primals), "hvp", scalar=True)
     gradients = grad(y, leaves, create_graph=True)
     return _one_or_all(grad(_dot(gradients, tangents, leaves, "hvp"), leaves))
 
@@ -214,7 +216,7 @@ def hessian(f, x):
     """
 
     def gradient(given):
-        y, leaf = _evaluate(f, (given,), "hessian")
+        y, leaf = _evaluate(f, (given,), "hessian", scalar=True)
         return grad(y, leaf[0], create_graph=True)
 
     return jacobian(gradient, _leaf(x)[0])
@@ -243,7 +245,7 @@ def value_and_grad(f):
 
     @functools.wraps(f)
     def both(*primals):
-        y, leaves = _evaluate(f, primals, "value_and_grad")
+        y, leaves = _evaluate(f, primals, "value_and_grad", scalar=True)
         gradients = grad(y, leaves)
         return y.item(), _one_or_all(gradients)
 

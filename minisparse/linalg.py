@@ -8,7 +8,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from .engine import Tensor, as_operand, primitive
-from .sparse import _sddmm, as_sparse, is_sparse
+from .sparse import _sddmm, as_sparse, is_sparse, matmul
 
 _factors: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -34,11 +34,15 @@ def _factorised(S, values):
     seen, version, factor = _factors.get(S, (None, 0, None))
     if seen is not values._version or version != seen[0]:
         pattern = S.pattern
-        A = sp.csc_array((values.data, pattern.indices, pattern.indptr), shape=pattern.shape)
+        A = sp.csc_array(
+            (np.ascontiguousarray(values.data), pattern.indices, pattern.indptr),
+            shape=pattern.shape,
+        )
         try:
             factor = splu(A, "MMD_AT_PLUS_A" if pattern == pattern.T else "COLAMD")
         except RuntimeError as error:
-            raise np.linalg.LinAlgError(f"spsolve: {error} ({S!r} is singular)") from None
+            what = f"{S!r} is singular, or holds NaN or infinity"
+            raise np.linalg.LinAlgError(f"spsolve: {error}: {what}") from None
         _factors[S] = values._version, values._version[0], factor
     return factor
 
@@ -94,7 +98,7 @@ def spsolve(S, b):
     if S.dtype != b.dtype:
         raise TypeError(f"spsolve: S of dtype {S.dtype}, b of dtype {b.dtype}")
     values, pattern, transpose = S._operand()
-    if n_rows == 0 or b.size == 0:
-        return b
+    if b.size == 0:  # SuperLU takes no empty operand; the product has the right shape and graph
+        return matmul(S, b)
     factor = _factorised(S if not transpose else S.T, values)
     return _spsolve(values, b, pattern=pattern, factor=factor, transpose=transpose)

@@ -414,17 +414,16 @@ def once(derive):
         patterns = [a for a in args if isinstance(a, Pattern)]
         home = patterns[0]
         key = derive, *(a.digest if isinstance(a, Pattern) else a for a in args)
-        result = home._combined.get(key)
-        if result is None:
-            result = home._combined[key] = derive(*args)
-            for other in set(patterns) - {home}:
-                weakref.finalize(other, _forget, weakref.ref(home), key).atexit = False
-        return result
+        if key not in home._combined:
+            others = set(patterns) - {home}
+            forget = functools.partial(_forget, weakref.ref(home), key)
+            home._combined[key] = derive(*args), [weakref.ref(p, forget) for p in others]
+        return home._combined[key][0]
 
     return look_up
 
 
-def _forget(home, key):
+def _forget(home, key, died):
     if home() is not None:
         home()._combined.pop(key, None)
 

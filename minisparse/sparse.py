@@ -258,6 +258,10 @@ class SparseTensor(_Base):
         """Return (values, pattern, whether it is the transpose) for the kernels."""
         return self.values, self.pattern, False
 
+    def _with_leaf(self, leaf):
+        """Return the like of it whose numbers, those that are differentiated in, are `leaf`."""
+        return self.with_values(leaf)
+
     def with_values(self, values):
         """Return a SparseTensor with the same pattern and other values."""
         return SparseTensor(self.pattern, values)
@@ -296,7 +300,8 @@ class SparseTensor(_Base):
         values, p = self.values, self.pattern
         for name, factor, to in (("rows", rows, "map_rows"), ("cols", cols, "map_columns")):
             if factor is not None:
-                factor = factor if isinstance(factor, Tensor) else np.asarray(factor)
+                if not isinstance(factor, Tensor):
+                    factor = as_operand(factor, self.dtype, "scale")
                 _check_shape(f"scale: {name}", factor, p.shape[name == "cols"])
                 values = values * gather(factor, index_map=getattr(p, to))
         return self.with_values(values)
@@ -364,7 +369,7 @@ def is_sparse(x):
 
 def as_sparse(A, other):
     """Return a sparse operand as a SparseTensor; a SciPy matrix takes the dtype of `other`."""
-    dtype = getattr(other, "dtype", None)
+    dtype = other.dtype if isinstance(other, _OURS) else None
     return A if isinstance(A, SparseTensor) else SparseTensor.from_scipy(A, dtype=dtype)
 
 
@@ -693,6 +698,14 @@ class SparseParameter(SparseTensor):
 
     def __tensor__(self):
         return self.free
+
+    def _with_leaf(self, leaf):
+        return _rebuild_parameter(self.pattern, leaf, self._index_map, self._base)
+
+    def _no_place(self, other):
+        raise TypeError("a SparseParameter changes through W.free: W.free -= ... under no_grad")
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __imatmul__ = _no_place
 
     def __reduce__(self):
         return _rebuild_parameter, (self.pattern, self.free, self._index_map, self._base)

@@ -806,13 +806,14 @@ def _ahead(x):
 def _giants(plan):
     """The rows to sum in pieces: the number of each, a plan of the pieces as rows, its values."""
     if "giants" not in plan.derived:
-        plan.derived["giants"] = giants = []
+        giants = []
         for i in np.flatnonzero(np.diff(plan.indptr) > 2 * SPLIT):
             start, end = plan.indptr[i : i + 2]
             ptr = np.append(np.arange(0, end - start, SPLIT), end - start)
             perm = np.arange(start, end) if plan.perm is None else plan.perm[start:end]
             pieces = Plan(ptr.astype(plan.indptr.dtype), plan.indices[start:end], plan.n_cols)
             giants.append((i, pieces, perm))
+        plan.derived["giants"] = giants  # when it is complete: other threads may be reading
     return plan.derived["giants"]
 
 

@@ -296,13 +296,13 @@ def _(g, need, x):
 @primitive
 def _where(x, y, *, condition):
     """Return `x` where the array `condition` holds, else `y`."""
-    if condition.size < 4096:
+    dtype = np.result_type(x, y)
+    if condition.size < 4096 or dtype.char not in "fd":
         return np.where(condition, x, y)
     # NumPy's where branches: on a random condition it takes several times as long as this.
-    dtype = np.result_type(x, y)
     bits = np.dtype(f"i{dtype.itemsize}")
     x, y = (np.asarray(a, dtype=dtype).view(bits) for a in (x, y))
-    keep = -condition.astype(bits)  # all bits or none
+    keep = -condition.astype(bool, copy=False).astype(bits)  # all bits or none
     return ((x & keep) | (y & ~keep)).view(dtype)
 
 
