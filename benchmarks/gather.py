@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from .harness import clocked
+from .harness import aligned, clocked
 
 LINE = 64
 AHEAD = 0, 2, 4, 8, 16, 32, 64
@@ -99,7 +99,9 @@ def quickest(x, indices, threads):
 def limit(problem, threads):
     """Return the calls of the gather limit as a peer: it has a forward pass only."""
     numba.set_num_threads(threads)
-    x = np.ascontiguousarray(problem.x.T) if problem.batch_first else problem.x
+    x = aligned(problem.x.T) if problem.batch_first else problem.x
+    if x.itemsize * x.shape[1] < LINE:
+        raise ValueError("a row is less than a cache line")
     forward, name = quickest(x, problem.pattern.indices, threads)
     return {"forward": forward, "how": lambda: name}
 

@@ -99,13 +99,13 @@ def print_bars(tables, threads):
 
     def ratios(kind, peers):
         """Yield (workload, the best of the peers over minisparse)."""
-        for name in tables.keys() & WORKLOADS.keys():
+        for name in [name for name in tables if name in WORKLOADS]:
             times = [tables[name][p, kind] for p in peers if (p, kind) in tables[name]]
             if times and ("minisparse", kind) in tables[name]:
                 yield name, min(times) / tables[name]["minisparse", kind]
 
     def each(peers, kind, wanted, small):
-        for name, ratio in sorted(ratios(kind, peers)):
+        for name, ratio in ratios(kind, peers):
             least = small if name == "fc512" else wanted
             what = f"{name}, {kind_of[kind]}, {peers[0]}"
             bars.append(bar(what, ratio, least))

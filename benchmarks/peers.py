@@ -9,11 +9,10 @@ import contextlib
 import ctypes
 import os
 import pathlib
-import warnings
 
 import numpy as np
 
-warnings.filterwarnings("ignore", message="Sparse (CSR|invariant)")
+from .harness import clocked, quartile
 
 LR, BETAS, EPS = 1e-3, (0.9, 0.999), 1e-8
 """Adam's options, for everyone."""
@@ -80,22 +79,19 @@ def expert_product(torch, pattern, dtype):
     """Return product(values, x): the best PyTorch allows.
 
     A CSR product, a transpose built once, the values' gradient by ``sampled_addmm``, everything in
-    C order, and the matrix times vector where there is one column.
+    C order.
     """
     indptr, indices = torch.tensor(pattern.indptr), torch.tensor(pattern.indices)
     t_indptr, t_indices, perm = map(torch.tensor, pattern.by_column)
     shape, perm = pattern.shape, perm.long()
     zeros = csr(torch, indptr, indices, torch.zeros(pattern.nnz, dtype=dtype), shape)
 
-    def times(A, x):
-        return (A @ x[:, 0])[:, None] if x.shape[1] == 1 else A @ x
-
     class Product(torch.autograd.Function):
         @staticmethod
         def forward(ctx, values, x):
             x = x.contiguous()
             ctx.save_for_backward(values, x)
-            return times(csr(torch, indptr, indices, values, shape), x)
+            return csr(torch, indptr, indices, values, shape) @ x
 
         @staticmethod
         def backward(ctx, g):
@@ -104,7 +100,7 @@ def expert_product(torch, pattern, dtype):
             sampled = torch.sparse.sampled_addmm(zeros, g, x.T, beta=0.0).values()
             if not ctx.needs_input_grad[1]:
                 return sampled, None
-            return sampled, times(csr(torch, t_indptr, t_indices, values[perm], shape[::-1]), g)
+            return sampled, csr(torch, t_indptr, t_indices, values[perm], shape[::-1]) @ g
 
     return Product.apply
 
@@ -195,11 +191,11 @@ class SciPy:
 
 
 def sampled(pattern, u, v):
-    """Return ``u[i] · v[j]`` for each entry (i, j), a million at a time."""
+    """Return ``u[i] · v[j]`` for each entry (i, j), some thousands at a time."""
     rows, columns = pattern.rows, pattern.indices
     out = np.empty(pattern.nnz, u.dtype)
-    for start in range(0, len(rows), 1 << 20):
-        some = slice(start, start + (1 << 20))
+    for start in range(0, len(rows), 1 << 14):
+        some = slice(start, start + (1 << 14))
         out[some] = np.einsum("ek,ek->e", u[rows[some]], v[columns[some]])
     return out
 
@@ -301,7 +297,7 @@ class MKLGeneral(ctypes.Structure):
 
 
 class MKL:
-    """``mkl_sparse_s_mm``, forward only."""
+    """``mkl_sparse_s_mm``, or ``_mv`` where there is one column; forward only."""
 
     def __init__(self, problem, threads):
         pattern, values, x = problem.pattern, problem.values, problem.x
@@ -328,10 +324,12 @@ class MKL:
         )
         mkl.mkl_sparse_set_mm_hint(handle, 10, general, layout, ctypes.c_int(k), 1000)
         check(mkl.mkl_sparse_optimize(handle))
-        mm, at = getattr(mkl, f"mkl_sparse_{letter}_mm"), [pointer(x), pointer(self.out)]
-        self.call = lambda: mm(
-            10, real(1), handle, general, layout, at[0], k, ld_x, real(0), at[1], ld_y
-        )
+        f = getattr(mkl, f"mkl_sparse_{letter}_m{'v' if k == 1 else 'm'}")
+        start, end = (10, real(1), handle, general), (real(0), pointer(self.out))
+        if k == 1:
+            self.call = lambda: f(*start, pointer(x), *end)
+        else:
+            self.call = lambda: f(*start, layout, pointer(x), k, ld_x, *end, ld_y)
 
     def forward(self):
         check(self.call())
@@ -574,13 +572,18 @@ class MinisparseLayer:
 
 
 class PyTorchLayer:
-    """A dense weight; fused Adam."""
+    """A dense weight; fused Adam; on one thread or all, whichever is quicker."""
 
     def __init__(self, layer, threads):
         torch = import_torch(threads)
         self.W = torch.randn(layer.n, layer.n).requires_grad_()
         self.X, self.g = torch.tensor(layer.x).requires_grad_(), torch.tensor(layer.g)
         self.optimizer = torch.optim.Adam([self.W], lr=LR, betas=BETAS, eps=EPS, fused=True)
+        seconds = {}
+        for t in {1, threads}:  # a small layer is quicker on one
+            torch.set_num_threads(t)
+            seconds[t] = quartile([clocked(self.step) for _ in range(4)])
+        torch.set_num_threads(min(seconds, key=seconds.get))
 
     def step(self):
         self.optimizer.zero_grad()

@@ -7,7 +7,7 @@ off.
 
 import pathlib
 
-from .harness import Turns, bar, slope
+from .harness import Turns, slope
 from .peers import MinisparseLayer
 from .workloads import layer_of
 
@@ -52,7 +52,7 @@ def run(quick=False):
     """Print two tables and their exponents; return all figures."""
     budget = 0.5 if quick else 2.0
     rows, densities = (ROWS[:3], DENSITIES[::2]) if quick else (ROWS, DENSITIES)
-    results, bars = [], []
+    results = []
 
     def table(title, name, cases):
         print(f"\n{title}, batch {BATCH}, float32: one training step")
@@ -71,14 +71,8 @@ def run(quick=False):
         print("  exponents in the entries: time " + ", ".join(
             f"{figure:.2f} ({which})" for which, figure in figures.items()
         ) + f"; memory {slope(nnz[1:], peak[1:]):.2f} (without the first)")  # fmt: skip
-        return figures
 
-    cases = [(f"{n}", n, A_ROW / n) for n in rows]
-    figures = table(f"n rows and columns, {A_ROW} a row", "n", cases)
-    bars.append(bar("exponent of time in n, 1 thread", figures["1 thread"], 1.15, at_most=True))
+    table(f"n rows and columns, {A_ROW} a row", "n", [(f"{n}", n, A_ROW / n) for n in rows])
     cases = [(f"{100 * d:g} %", SIDE, d) for d in densities]
-    figures = table(f"{SIDE} × {SIDE}, growing density", "density", cases)
-    bars.append(
-        bar("exponent of time in density, 1 thread", figures["1 thread"], 1.15, at_most=True)
-    )
-    return {"scaling": results, "bars": bars}
+    table(f"{SIDE} × {SIDE}, growing density", "density", cases)
+    return {"scaling": results}
