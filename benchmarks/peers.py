@@ -7,6 +7,7 @@ there.
 
 import contextlib
 import ctypes
+import functools
 import os
 import pathlib
 
@@ -205,35 +206,38 @@ class JAX:
 
     def __init__(self, problem, threads):
         jax, sparse = import_jax(problem.values.dtype)
-        multiply = jax_product(sparse, problem.pattern)
-        first = problem.first
+        multiply, index = jax_product(jax, sparse, problem.pattern)
 
-        def product(values, x):
-            return multiply(values, x.T).T if problem.batch_first else multiply(values, x)
+        def product(index, values, x):
+            return (
+                multiply(index, values, x.T).T
+                if problem.batch_first
+                else multiply(index, values, x)
+            )
 
-        def both(values, x, g):
-            if first:
-                y, pull = jax.vjp(lambda values: product(values, x), values)
+        def both(index, values, x, g):
+            if problem.first:
+                y, pull = jax.vjp(lambda values: product(index, values, x), values)
             else:
-                y, pull = jax.vjp(product, values, x)
+                y, pull = jax.vjp(functools.partial(product, index), values, x)
             return y, *pull(g)
 
-        self.args = [jax.numpy.asarray(a) for a in (problem.values, problem.x, problem.g)]
+        self.args = [index, *map(jax.numpy.asarray, (problem.values, problem.x, problem.g))]
         self.forward_, self.both_ = jax.jit(product), jax.jit(both)
 
     def forward(self):
-        return np.asarray(self.forward_(*self.args[:2]).block_until_ready())
+        return np.asarray(self.forward_(*self.args[:3]).block_until_ready())
 
     def both(self):
         results = [np.asarray(a.block_until_ready()) for a in self.both_(*self.args)]
         return *results, *[None] * (3 - len(results))
 
 
-def jax_product(sparse, pattern):
-    """Return product(values, x) by BCOO."""
-    index = np.stack([pattern.rows, pattern.indices], axis=1)
+def jax_product(jax, sparse, pattern):
+    """Return product(index, values, x) by BCOO, and its index."""
+    index = jax.numpy.asarray(np.stack([pattern.rows, pattern.indices], axis=1))
     made = {"shape": pattern.shape, "indices_sorted": True, "unique_indices": True}
-    return lambda values, x: sparse.BCOO((values, index), **made) @ x
+    return lambda index, values, x: sparse.BCOO((values, index), **made) @ x, index
 
 
 @contextlib.contextmanager
@@ -453,20 +457,22 @@ class JAXNet:
     def __init__(self, net, threads):
         jax, sparse = import_jax(net.x.dtype)
         jnp = jax.numpy
-        products = [jax_product(sparse, pattern) for pattern, _, _ in net.layers]
-        x, labels = jnp.asarray(net.x), jnp.asarray(net.labels)
+        products, indices = zip(
+            *(jax_product(jax, sparse, pattern) for pattern, _, _ in net.layers), strict=True
+        )
 
-        def loss_of(params, x, labels):
+        def loss_of(params, indices, x, labels):
             h = x
-            for n, (product, (values, bias)) in enumerate(zip(products, params, strict=True)):
-                h = product(values, h) + bias[:, None]
+            for n, (product, index) in enumerate(zip(products, indices, strict=True)):
+                values, bias = params[n]
+                h = product(index, values, h) + bias[:, None]
                 h = jax.nn.relu(h) if n < len(products) - 1 else h
             logs = jax.nn.log_softmax(h, axis=0)
             return -jnp.take_along_axis(logs, labels[None, :], axis=0).mean()
 
-        def step(state, t, x, labels):
+        def step(state, t, *data):
             params, means, squares = state
-            loss, grads = jax.value_and_grad(loss_of)(params, x, labels)
+            loss, grads = jax.value_and_grad(loss_of)(params, *data)
             b1, b2 = BETAS
             tree = jax.tree_util.tree_map
             means = tree(lambda m, g: b1 * m + (1 - b1) * g, means, grads)
@@ -479,7 +485,8 @@ class JAXNet:
 
         params = [(jnp.asarray(v), jnp.asarray(b)) for _, v, b in net.layers]
         zeros = [jax.tree_util.tree_map(jnp.zeros_like, params) for _ in range(2)]
-        self.state, self.t, self.data = (params, *zeros), 0, (x, labels)
+        self.state, self.t = (params, *zeros), 0
+        self.data = indices, jnp.asarray(net.x), jnp.asarray(net.labels)
         self.step_ = jax.jit(step, donate_argnums=0)
 
     def step(self):
