@@ -21,7 +21,8 @@ SIZES = {
 """Name: (widths, fan-in of every layer, batch). ReLU between layers, cross-entropy at the end."""
 
 HEAVY = "torch csr", "torch mask"
-"""Seconds a step at the middle size: left out there in a quick run."""
+"""Beyond the small size they take seconds a step and most of the memory: so they run after the
+others, which they would disturb, and not at all in a quick run."""
 
 CHECKED = 3
 """So many losses are compared with float64 before any timing."""
@@ -70,7 +71,9 @@ def run(quick=False, threads=None, sizes=None, names=None):
     print("\nminisparse and torch hold x as (features, batch) in C order; 'batch-first' is")
     print("minisparse given x as (batch, features) in C order. All layers are sparse.")
     for name in sizes or (["small", "middle"] if quick else SIZES):
-        able = {p: m for p, m in makers.items() if not (quick and name != "small" and p in HEAVY)}
+        heavy = () if name == "small" else HEAVY
+        groups = [[p for p in makers if (p in heavy) == late] for late in (False, True)]
+        groups = groups[: 1 if quick else 2]
         net = build(*SIZES[name])
         oracle = SciPyNet(net, dtype=np.float64)
         losses = [oracle.step() for _ in range(CHECKED)]
@@ -79,16 +82,19 @@ def run(quick=False, threads=None, sizes=None, names=None):
             stored.flush()
             del oracle, net
             for t in threads or ([2] if quick else [2, 1]):
-                with Turns(able, t) as turns:
-                    turns.make(stored.name, losses)
-                    times = turns.measure("step", budget=2.0 if quick else 8.0)
+                times, reasons = {}, {}
+                for group in groups:
+                    with Turns({peer: makers[peer] for peer in group}, t) as turns:
+                        turns.make(stored.name, losses)
+                        times |= turns.measure("step", budget=2.0 if quick else 8.0)
+                        reasons |= turns.reasons
                 widths = "-".join(map(str, SIZES[name][0]))
                 print(f"\n{widths}, fan-in {SIZES[name][1]}, batch {SIZES[name][2]}, threads {t}")
                 ours = times.get(("minisparse", "step"), np.nan)
-                for peer in able:
+                for peer in itertools.chain(*groups):
                     s = times.get((peer, "step"))
                     row = "" if s is None else f"{s * 1e3:12.3f} ms{s / ours:8.2f}"
-                    print(f"  {peer:14}{row}  {turns.reasons.get(peer, '')}")
+                    print(f"  {peer:14}{row}  {reasons.get(peer, '')}")
                     if s is not None:
                         key = {"size": name, "threads": t, "peer": peer}
                         results.append(key | {"seconds": s})
