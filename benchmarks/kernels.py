@@ -85,7 +85,7 @@ def print_table(workload, threads, turns, times):
             if (peer, kind) in times:
                 t, ours = times[peer, kind], times.get(("minisparse", kind), np.nan)
                 row += f"{t * 1e3:{width}.3f}{t / ours:8.2f}"
-        if peer == "streaming" and peer in turns.kinds:
+        if peer == "streaming" and (peer, "forward") in times:
             rate = turns.ask(peer, "call", "bytes") / times[peer, "forward"] / 1e9
             row = f"  {peer:14}{rate:12.1f} GB/s"
         how = f"({turns.ask(peer, 'call', 'how')})" if "how" in turns.kinds.get(peer, ()) else ""
@@ -93,7 +93,7 @@ def print_table(workload, threads, turns, times):
 
 
 def print_bars(tables, threads):
-    """Print what KERNELS asks for, as far as it was measured; return it."""
+    """Print how minisparse stands to the peers and limits that were measured; return it."""
     kind_of = {"forward": "forward", "both": "forward + gradients"}
     bars = []
 

@@ -67,7 +67,7 @@ def run(quick=False, threads=None, sizes=None, names=None):
         for name, (package, make) in NETS.items()
         if name in (names or NETS) and installed(package)
     }
-    results, bars, ratios = [], [], {}
+    results, ratios = [], {}
     print("\nminisparse and torch hold x as (features, batch) in C order; 'batch-first' is")
     print("minisparse given x as (batch, features) in C order. All layers are sparse.")
     for name in sizes or (["small", "middle"] if quick else SIZES):
