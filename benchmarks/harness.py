@@ -125,6 +125,17 @@ def clocked(call):
     return time.perf_counter() - start
 
 
+def others(pids):
+    """Return the processor seconds that other processes have used, by Linux; else NaN."""
+    try:
+        whole = pathlib.Path("/proc/stat").read_text().split()[1:4]  # user, nice, system
+        parts = [pathlib.Path(f"/proc/{pid}/stat").read_text().split(")")[1] for pid in pids]
+    except OSError:
+        return float("nan")
+    own = sum(int(ticks) for part in parts for ticks in part.split()[11:13])
+    return (sum(map(int, whole)) - own) / os.sysconf("SC_CLK_TCK")
+
+
 def turn(call):
     """Return how long calls of one turn take, in some 20 milliseconds.
 
@@ -150,11 +161,16 @@ class Turns:
         number of threads. It checks its own results and returns {kind: call}; what it raises is
         the reason in the table why this peer has no figure. It must be picklable.
     threads : int
+
+    Attributes
+    ----------
+    disturbed : str
+        A line that says so, if other processes were busy during the last :meth:`measure`.
     """
 
     def __init__(self, makers, threads):
         self.makers, self.threads, self.running = makers, threads, {}
-        self.kinds, self.reasons = {}, {}
+        self.kinds, self.reasons, self.disturbed = {}, {}, ""
         counts = {f"{name}_NUM_THREADS": str(threads) for name in ("OMP", "MKL", "OPENBLAS")}
         self.environment = PASSIVE | counts
 
@@ -215,7 +231,9 @@ class Turns:
         -------
         dict of {(peer, kind): seconds}, the lower quartiles
         """
-        times = {}
+        times, begin = {}, time.perf_counter()
+        pids = [os.getpid(), *(process.pid for process, _ in self.running.values())]
+        before = others(pids)
         for kind in kinds:
             able = [n for n in names or self.kinds if kind in self.kinds.get(n, ())]
             start = time.perf_counter()
@@ -231,4 +249,7 @@ class Turns:
                     self.reasons[name] = answer
                 else:
                     times[name, kind] = quartile(answer)
+        cores = (others(pids) - before) / (time.perf_counter() - begin)
+        self.disturbed = f"  (disturbed: other processes used {cores:.1f} cores)\n"
+        self.disturbed *= cores > 0.1
         return times

@@ -90,6 +90,7 @@ def print_table(workload, threads, turns, times):
             row = f"  {peer:14}{rate:12.1f} GB/s"
         how = f"({turns.ask(peer, 'call', 'how')})" if "how" in turns.kinds.get(peer, ()) else ""
         print(f"{row}  {turns.reasons.get(peer, how)}")
+    print(turns.disturbed, end="")
 
 
 def print_bars(tables, threads):

@@ -82,12 +82,13 @@ def run(quick=False, threads=None, sizes=None, names=None):
             stored.flush()
             del oracle, net
             for t in threads or ([2] if quick else [2, 1]):
-                times, reasons = {}, {}
+                times, reasons, disturbed = {}, {}, ""
                 for group in groups:
                     with Turns({peer: makers[peer] for peer in group}, t) as turns:
                         turns.make(stored.name, losses)
                         times |= turns.measure("step", budget=2.0 if quick else 8.0)
                         reasons |= turns.reasons
+                        disturbed += turns.disturbed
                 widths = "-".join(map(str, SIZES[name][0]))
                 print(f"\n{widths}, fan-in {SIZES[name][1]}, batch {SIZES[name][2]}, threads {t}")
                 ours = times.get(("minisparse", "step"), np.nan)
@@ -98,6 +99,7 @@ def run(quick=False, threads=None, sizes=None, names=None):
                     if s is not None:
                         key = {"size": name, "threads": t, "peer": peer}
                         results.append(key | {"seconds": s})
+                print(disturbed, end="")
                 if ("expert torch", "step") in times:
                     ratios[name, t] = times["expert torch", "step"] / ours
     print("\nBars: the expert PyTorch's time over minisparse's")
