@@ -78,7 +78,7 @@ def run(quick=False, threads=2):
     print(f"{'torch dense ms':>16}{'below density':>15}{'numpy dense ms':>16}{'below density':>15}")
     for n in sizes:
         for batch in batches:
-            halvings, budget = (3, 0.3) if quick else (5, 1.5)
+            halvings, budget = (3, 0.3) if quick else (5 if n <= 4096 else 3, 1.5)
             found, dense, times = crossings(n, batch, halvings, budget, threads)
             row = f"  {n:6}{batch:7}"
             for name in ("torch dense", "numpy dense"):
