@@ -119,10 +119,8 @@ def _spgemm_dot(x, y, *, left, right, out, transpose=False):
     """Return the values of X Yᵀ on `out`, or of Yᵀ X if `transpose`: the gradients of a product.
 
     X has `x` on `left`, which holds every product of the pattern `out` with that of Y, `right`.
-    The second is the first among transposes, (Yᵀ X)ᵀ = Xᵀ Y: the sums run down columns.
     """
-    plans = [p.plan_T if transpose else p.plan for p in (out, left, right)]
-    return kernels.spgemm_dot(*plans, x, y)
+    return kernels.spgemm_dot(out.plan, left.plan, right.plan, x, y, transpose)
 
 
 @_spgemm_dot.vjp(x=1, y=0)

@@ -823,3 +823,22 @@ def test_graph_of_a_long_chain():
     for _ in range(20_000):
         y = y + 1.0
     assert ms.viz.graph(y).dot.count("->") == 20_000
+
+
+@pytest.mark.parametrize("n", [10, 5000])
+def test_where_with_any_condition(n):
+    """Large arrays are selected by bits; a condition holds where NumPy says so."""
+    x = np.random.default_rng(0).standard_normal(n)
+    for value in (-1, 0, 0.5, np.nan, 2, 256, True):
+        condition = np.full(n, value)
+        t = ms.tensor(x, requires_grad=True)
+        out = ms.where(condition, t, 7.25)
+        np.testing.assert_array_equal(out.data, np.where(condition, x, 7.25))
+        out.sum().backward()
+        np.testing.assert_array_equal(t.grad, condition.astype(bool))
+    mask = x > 0
+    np.testing.assert_array_equal(ms.where(mask, x, 1j), np.where(mask, x, 1j))
+    bits = x.view(np.int64).copy()
+    bits[0] = 0x7FF8000000000123  # a NaN keeps its payload
+    odd = ms.where(np.ones(n, bool), ms.tensor(bits.view(np.float64)), 0.0)
+    assert odd.data.tobytes() == bits.tobytes()

@@ -71,6 +71,9 @@ def test_mistakes_are_named():
     for kwargs in ({}, {"fan_in": 1, "density": 0.5}, {"pattern": ms.Pattern.diagonal(3)}):
         with pytest.raises(ValueError, match="SparseLinear"):
             SparseLinear(4, 3, **kwargs)
+    tied = ms.SparseParameter(ms.diag([1.0, 1.0]), share=np.zeros((2, 2), int))
+    with pytest.raises(ValueError, match="tied"):
+        SparseLinear(2, 2, weight=tied)
     layer = SparseLinear(4, 3, fan_in=2)
     with pytest.raises(ValueError, match="4 features"):
         layer(torch.ones(2, 3))

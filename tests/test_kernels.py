@@ -544,7 +544,7 @@ def test_backend():
     with pytest.raises(ValueError, match="cuda"), kernels.backend("cuda"):
         pass
     with pytest.raises(TypeError, match="list"):
-        kernels.spmm(plan, np.ones(4), [[1.0, 2], [3, 4]])
+        kernels.spmm(plan, [1.0] * 4, x)
 
 
 def test_threads_setting(threads):

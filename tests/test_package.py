@@ -28,7 +28,7 @@ ALLOWED = {
     "functional": {"engine", "sparse"},
     "nn": {"ops", "engine", "pattern", "sparse"},
     "io": {"engine", "pattern"},
-    "interop": {"kernels", "pattern"},
+    "interop": {"kernels", "pattern", "nn"},
     "viz": {"engine"},
     "gradcheck": {"engine", "sparse", "pattern"},
     "testing": {"engine", "pattern", "sparse"},

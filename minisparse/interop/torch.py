@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 
-from .. import kernels
+from .. import kernels, nn
 from ..pattern import Pattern
 
 
@@ -61,15 +60,10 @@ class SparseLinear(torch.nn.Module):
     Parameters
     ----------
     in_features, out_features : int
-    pattern : Pattern of shape (out_features, in_features), optional
-    density : float, optional
-        Draw a random pattern with this fraction of entries.
-    fan_in : int, optional
-        Draw a random pattern with so many entries in each row.
-    bias : bool
     dtype : torch.float32 or torch.float64
-    rng : None, int or numpy.random.Generator
-        For the pattern and the start, uniform within ``± 1 / sqrt(fan_in of the row)``.
+    **options
+        ``pattern``, ``density``, ``fan_in``, ``weight``, ``bias`` and ``rng``, as those of
+        :class:`minisparse.nn.SparseLinear`, by which the layer starts.
 
     Attributes
     ----------
@@ -82,7 +76,8 @@ class SparseLinear(torch.nn.Module):
     Raises
     ------
     ValueError
-        Unless exactly one of pattern, density and fan_in is given, of the right shape.
+        Unless exactly one of pattern, density, fan_in and weight is given, of the right shape, or
+        if entries of `weight` are frozen or tied.
 
     Notes
     -----
@@ -99,36 +94,15 @@ class SparseLinear(torch.nn.Module):
     torch.Size([5000])
     """
 
-    def __init__(
-        self,
-        in_features,
-        out_features,
-        *,
-        pattern=None,
-        density=None,
-        fan_in=None,
-        bias=True,
-        dtype=torch.float32,
-        rng=None,
-    ):
+    def __init__(self, in_features, out_features, *, dtype=torch.float32, **options):
         super().__init__()
-        if sum(a is not None for a in (pattern, density, fan_in)) != 1:
-            raise ValueError("SparseLinear: give one of pattern, density, fan_in")
-        rng, shape = np.random.default_rng(rng), (out_features, in_features)
-        if pattern is None:
-            pattern = Pattern.random(shape, density=density, fan_in=fan_in, rng=rng)
-        if pattern.shape != shape:
-            raise ValueError(f"SparseLinear: a pattern of {pattern.shape} for {shape}")
-        self.pattern, self.bias = pattern, None
-        bound = 1 / np.sqrt(np.maximum(pattern.fan_in, 1))
-
-        def start(bound):
-            numbers = torch.from_numpy(rng.uniform(-bound, bound))
-            return torch.nn.Parameter(numbers.to(dtype))
-
-        self.values = start(bound[pattern.rows])
-        if bias:
-            self.bias = start(bound)
+        options["dtype"] = str(dtype).removeprefix("torch.")
+        layer = nn.SparseLinear(in_features, out_features, **options)
+        if layer.weight.values is not layer.weight.free:
+            raise ValueError("SparseLinear: entries that are frozen or tied are not supported here")
+        self.pattern, bias = layer.weight.pattern, layer.bias
+        self.values = torch.nn.Parameter(torch.tensor(layer.weight.free.numpy()))
+        self.bias = None if bias is None else torch.nn.Parameter(torch.tensor(bias.numpy()))
 
     def forward(self, x):
         """Return ``x Wᵀ + b`` for x of shape (..., in_features)."""

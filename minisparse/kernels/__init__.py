@@ -69,70 +69,23 @@ def _kernels(array):
     return _compiled() if _backend.get() == "cpu" else reference
 
 
-def spmm(plan, values, x):
-    return _kernels(x).spmm(plan, values, x)
+def _door(definition):
+    """Make a kernel of its definition in `reference`: the backend goes by its first array."""
+
+    @functools.wraps(definition, [a for a in functools.WRAPPER_ASSIGNMENTS if a != "__module__"])
+    def kernel(*args, **kwargs):
+        for array in args:
+            if type(array) is not Plan:
+                return getattr(_kernels(array), definition.__name__)(*args, **kwargs)
+
+    return kernel
 
 
-def spmm_vjp(plan, back, values, x, g):
-    return _kernels(g).spmm_vjp(plan, back, values, x, g)
-
-
-def sddmm(plan, u, v):
-    return _kernels(u).sddmm(plan, u, v)
-
-
-def gather(x, index, base=None):
-    return _kernels(x).gather(x, index, base)
-
-
-def segment_sum(x, indptr, order):
-    return _kernels(x).segment_sum(x, indptr, order)
-
-
-def row_max(plan, values):
-    return _kernels(values).row_max(plan, values)
-
-
-def row_softmax(plan, values):
-    return _kernels(values).row_softmax(plan, values)
-
-
-def spgemm(plan, plan_a, plan_b, a, b):
-    return _kernels(a).spgemm(plan, plan_a, plan_b, a, b)
-
-
-def spgemm_dot(plan, plan_x, plan_y, x, y):
-    return _kernels(x).spgemm_dot(plan, plan_x, plan_y, x, y)
-
-
-def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0):
-    _kernels(p).sgd(p, g, buf, lr, momentum, nesterov, weight_decay)
-
-
-def adam(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False):
-    _kernels(p).adam(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay, decoupled)
-
-
-def contiguous(x):
-    return _kernels(x).contiguous(x)
-
-
-_DOORS = (
-    spmm,
-    spmm_vjp,
-    sddmm,
-    gather,
-    segment_sum,
-    row_max,
-    row_softmax,
-    spgemm,
-    spgemm_dot,
-    sgd,
-    adam,
-    contiguous,
-)
-for _f in _DOORS:
-    _f.__doc__ = getattr(reference, _f.__name__).__doc__
+spmm, spmm_vjp, sddmm = map(_door, (reference.spmm, reference.spmm_vjp, reference.sddmm))
+gather, segment_sum = map(_door, (reference.gather, reference.segment_sum))
+row_max, row_softmax = map(_door, (reference.row_max, reference.row_softmax))
+spgemm, spgemm_dot = map(_door, (reference.spgemm, reference.spgemm_dot))
+sgd, adam, contiguous = map(_door, (reference.sgd, reference.adam, reference.contiguous))
 
 
 @contextlib.contextmanager

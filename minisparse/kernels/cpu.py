@@ -553,27 +553,36 @@ def _spgemm(chunk, chunks, out, dense, a, b, ptr, indices, ptr_a, indices_a, ptr
 
 @body
 def _spgemm_dot(
-    chunk, chunks, out, dense, x, y, ptr, indices, perm, ptr_x, indices_x, perm_x, ptr_y, indices_y
+    chunk, chunks, out, dense, x, y, ptr, indices, ptr_x, indices_x, ptr_y, indices_y, transpose
 ):
-    """An empty `perm` stands for the entries as they come."""
-    n, at, zero = len(ptr) - 1, np.int64(chunk) * dense.shape[1], x.dtype.type(0)
-    permuted, permuted_x = len(perm) > 0, len(perm_x) > 0
+    """Where `transpose`, every chunk reads all of X and y, and writes its own rows of the result.
+
+    These are sums over the rows of X; `out` starts as zeros then.
+    """
+    n, at, zero = len(ptr_x) - 1, np.int64(chunk) * dense.shape[1], x.dtype.type(0)
     last, line = len(indices) - 1, zeros(x, 64)
-    out, dense, x, y, ptr, indices, perm = (
-        data(out), data(dense), data(x), data(y), data(ptr), data(indices), data(perm),
+    mine = _rows(chunk, chunks, data(ptr), len(ptr) - 1)
+    out, dense, x, y, ptr, indices = (
+        data(out), data(dense), data(x), data(y), data(ptr), data(indices),
     )  # fmt: skip
-    ptr_x, indices_x, perm_x, ptr_y = data(ptr_x), data(indices_x), data(perm_x), data(ptr_y)
-    indices_y = data(indices_y)
-    first, bound = _rows(chunk, chunks, ptr_x, n)
+    ptr_x, indices_x, ptr_y, indices_y = data(ptr_x), data(indices_x), data(ptr_y), data(indices_y)
+    first, bound = (0, n) if transpose else _rows(chunk, chunks, ptr_x, n)
     for i in range(first, bound):
         for e in range(get(ptr_x, i), get(ptr_x, i + 1)):
-            put(dense, at + get(indices_x, e), get(x, _place(perm_x, permuted_x, e)))
+            put(dense, at + get(indices_x, e), get(x, e))
+        if transpose:
+            for e in range(get(ptr_y, i), get(ptr_y, i + 1)):
+                value, j = get(y, e), get(indices_y, e)
+                if mine[0] <= j < mine[1]:
+                    for f in range(get(ptr, j), get(ptr, j + 1)):
+                        put(out, f, get(out, f) + value * get(dense, at + get(indices, f)))
+            continue
         for e in range(get(ptr, i), get(ptr, i + 1)):
             _ask(line, y, ptr_y, indices_y, get(indices, min(e + 8, last)))
             j, total = get(indices, e), zero
             for f in range(get(ptr_y, j), get(ptr_y, j + 1)):
                 total += get(dense, at + get(indices_y, f)) * get(y, f)
-            put(out, _place(perm, permuted, e), total)
+            put(out, e, total)
 
 
 @body
@@ -965,34 +974,28 @@ def row_softmax(plan, values):
     return out
 
 
-def _by_dense_rows(kernel, plan, rows, x, y, *structure):
-    """Run a kernel that lays rows out in dense vectors, of zeros, one for each chunk.
-
-    `rows` is the plan of these rows; the entries in them stand for the work.
-    """
+def _by_dense_rows(kernel, most, plan, plan_x, plan_y, x, y, *options):
+    """Run a kernel of sparse with sparse, which lays rows out in a dense vector for each chunk."""
     out = empty((plan.nnz,), x.dtype)
-    dense = np.zeros((2 * get_num_threads(), rows.n_cols), x.dtype)
+    if options == (True,):
+        out[...] = 0
+    dense = np.zeros((most, max(plan.n_cols, plan_x.n_cols)), x.dtype)
+    structure = [array for p in (plan, plan_x, plan_y) for array in (p.indptr, p.indices)]
     key = x.dtype.char + "".join(array.dtype.char for array in structure)
-    arrays = out, dense, contiguous(x), contiguous(y), *structure
-    kernel(key, 64 * rows.nnz, *arrays, most=len(dense))
+    work = 64 * max(plan.nnz, plan_x.nnz)
+    kernel(key, work, out, dense, contiguous(x), contiguous(y), *structure, *options, most=most)
     return out
 
 
 def spgemm(plan, plan_a, plan_b, a, b):
     """See reference."""
-    structure = [array for p in (plan, plan_a, plan_b) for array in (p.indptr, p.indices)]
-    return _by_dense_rows(_SPGEMM, plan, plan, a, b, *structure)
+    return _by_dense_rows(_SPGEMM, 2 * get_num_threads(), plan, plan_a, plan_b, a, b)
 
 
-def spgemm_dot(plan, plan_x, plan_y, x, y):
+def spgemm_dot(plan, plan_x, plan_y, x, y, transpose=False):
     """See reference."""
-    y = y if plan_y.perm is None else gather(y, plan_y.perm)  # they are read more than once
-    structure = [
-        array
-        for p in (plan, plan_x)
-        for array in (p.indptr, p.indices, p.indices[:0] if p.perm is None else p.perm)
-    ]
-    return _by_dense_rows(_DOT, plan, plan_x, x, y, *structure, plan_y.indptr, plan_y.indices)
+    most = get_num_threads() * (1 if transpose else 2)
+    return _by_dense_rows(_DOT, most, plan, plan_x, plan_y, x, y, transpose)
 
 
 def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0):

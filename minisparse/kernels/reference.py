@@ -245,36 +245,42 @@ def spgemm(plan, plan_a, plan_b, a, b):
 
 
 @np.errstate(all="ignore")
-def spgemm_dot(plan, plan_x, plan_y, x, y):
-    """Rows of X times rows of Y, sampled: out[e] = sum over c of X[i, c] Y[j, c], e being (i, j).
+def spgemm_dot(plan, plan_x, plan_y, x, y, transpose=False):
+    """The gradients of `spgemm`: X Yᵀ sampled, or Yᵀ X sampled if `transpose`.
+
+    out[e] = sum over c of X[i, c] Y[j, c], entry e being (i, j); or the sum over i of
+    Y[i, j] X[i, c], entry e being (j, c).
 
     Parameters
     ----------
     plan, plan_x, plan_y : Plan
-        The structures of the result, of X and of Y; each may have a `perm`. X holds every (i, c)
-        for which the result holds (i, j) and Y holds (j, c).
+        The structures of the result, of X and of Y, without a `perm`. X holds every (i, c) for
+        which the others hold (i, j) and (j, c).
     x, y : ndarray of shape (nnz of X,), (nnz of Y,)
+    transpose : bool
 
     Returns
     -------
     ndarray of shape (nnz of the result,)
-        In the order of the plan's values: the result of entry e is at e, or at ``perm[e]``.
 
     Notes
     -----
-    The gradient of `spgemm` with respect to A, where X is that of the product, and Y is B. Its cost
-    is that of `spgemm`: a row of X is laid out in a dense vector, from which the dot products read.
+    With X the gradient of A B: Y is B and the result that of A, or Y is A and the result that of B.
+    The cost is that of `spgemm`: a row of X is laid out in a dense vector, from which the products
+    read. If `transpose`, each thread lays all of X out, since its rows are summed over.
     """
-    x = x if plan_x.perm is None else x[plan_x.perm]
-    y = y if plan_y.perm is None else y[plan_y.perm]
     out, dense = np.zeros(plan.nnz, x.dtype), np.zeros(plan_x.n_cols, x.dtype)
-    for i in range(plan.n_rows):
+    for i in range(plan_x.n_rows):
         for e in range(plan_x.indptr[i], plan_x.indptr[i + 1]):
             dense[plan_x.indices[e]] = x[e]
-        for e in range(plan.indptr[i], plan.indptr[i + 1]):
-            j = plan.indices[e]
-            for f in range(plan_y.indptr[j], plan_y.indptr[j + 1]):
-                out[e if plan.perm is None else plan.perm[e]] += dense[plan_y.indices[f]] * y[f]
+        left, right = (plan_y, plan) if transpose else (plan, plan_y)
+        for e in range(left.indptr[i], left.indptr[i + 1]):
+            j = left.indices[e]
+            for f in range(right.indptr[j], right.indptr[j + 1]):
+                if transpose:
+                    out[f] += y[e] * dense[right.indices[f]]
+                else:
+                    out[e] += dense[right.indices[f]] * y[f]
     return out
 
 
