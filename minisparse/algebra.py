@@ -12,6 +12,7 @@ import scipy.sparse as sp
 
 from . import kernels, ops
 from .engine import Tensor, primitive, raw, tensor
+from .ops.shapes import indices_of
 from .pattern import IndexMap, Pattern, once
 from .sparse import SparseTensor, as_sparse, gather, segment_sum
 
@@ -243,15 +244,10 @@ class _Members(SparseTensor):
         """
         n = self.shape[0]
         chosen = np.arange(*rows.indices(n)) if isinstance(rows, slice) else np.asarray(raw(rows))
-        if (
-            isinstance(rows, tuple)
-            or chosen.ndim != 1
-            or (chosen.dtype.kind == "f" and len(chosen))
-        ):
+        if isinstance(rows, tuple) or chosen.ndim != 1:
             raise TypeError("S[rows] takes a list of rows, a slice or a mask; S[[i]] gives one row")
-        if chosen.dtype == bool and len(chosen) == n:
-            chosen = np.flatnonzero(chosen)
-        chosen = chosen.astype(np.intp)
+        mask = chosen.dtype == bool and len(chosen) == n
+        chosen = np.flatnonzero(chosen) if mask else indices_of(chosen, "S[rows]")
         if len(chosen) and not (-n <= chosen.min() and chosen.max() < n):
             raise IndexError(f"S[rows]: rows from {chosen.min()} to {chosen.max()}, there are {n}")
         chosen[chosen < 0] += n

@@ -8,6 +8,7 @@ import numpy as np
 
 from . import ops
 from .engine import Tensor, as_dtype, as_floats, raw, tensor
+from .ops.shapes import indices_of, lookup
 from .pattern import Pattern, PatternMismatchError
 from .sparse import SparseParameter, SparseTensor, matmul
 
@@ -517,12 +518,10 @@ class Embedding(Module):
         TypeError
             If ids are not integers.
         """
-        ids, n = np.array(ids), self.weight.shape[0]
-        if ids.dtype.kind not in "iu" and ids.size:
-            raise TypeError(f"Embedding: ids of dtype {ids.dtype}, it takes integers")
+        ids, n = indices_of(ids, "Embedding"), self.weight.shape[0]
         if ids.size and not 0 <= ids.min() <= ids.max() < n:
             raise IndexError(f"Embedding: ids from {ids.min()} to {ids.max()}, there are {n} rows")
-        return ops.shapes.lookup(self.weight, ids=ids.astype(np.intp), sparse=self.sparse)
+        return lookup(self.weight, ids=ids, sparse=self.sparse)
 
 
 # ------------------------------------------------------------------------------------------ losses
@@ -611,15 +610,13 @@ def cross_entropy(logits, labels, *, reduction="mean"):
     >>> loss.item(), logits.grad.round(6)
     (858.0, array([[-1.,  0.,  1.]]))
     """
-    labels, shape = np.array(labels), np.shape(logits)
-    if labels.dtype.kind not in "iu" and labels.size:
-        raise TypeError(f"cross_entropy: labels of dtype {labels.dtype}, it takes class numbers")
+    labels, shape = indices_of(labels, "cross_entropy: labels"), np.shape(logits)
     if not shape or labels.shape != shape[:-1]:
         raise ValueError(f"cross_entropy: labels of shape {labels.shape} for logits {shape}")
     if labels.size and not 0 <= labels.min() <= labels.max() < shape[-1]:
         given = f"labels from {labels.min()} to {labels.max()}"
         raise ValueError(f"cross_entropy: {given} for {shape[-1]} classes")
-    picked = ops.take_along_axis(ops.log_softmax(logits), labels[..., None].astype(np.intp))
+    picked = ops.take_along_axis(ops.log_softmax(logits), labels[..., None])
     return _reduced(-ops.squeeze(picked, axis=-1), reduction)
 
 

@@ -39,15 +39,6 @@ class Graph:
     def _repr_mimebundle_(self, include=None, exclude=None):
         return {"text/vnd.mermaid": self.mermaid, "text/plain": self.dot}
 
-    def _repr_svg_(self):
-        """Draw it with the `graphviz` package and program, where they are installed."""
-        try:
-            import graphviz
-
-            return graphviz.Source(self.dot).pipe("svg", encoding="utf-8")
-        except Exception:
-            return None
-
     def __repr__(self):
         return self.dot
 

@@ -487,8 +487,8 @@ TABLE: list[Row] = [
             (),
             (
                 (IndexError, lambda: P_TENSOR[[5]]),
-                (IndexError, lambda: P_TENSOR[[True, False]]),
-                (IndexError, lambda: P_TENSOR[[0.5]]),
+                (TypeError, lambda: P_TENSOR[[True, False]]),
+                (TypeError, lambda: P_TENSOR[[0.5]]),
                 (TypeError, lambda: P_TENSOR[0]),
                 (TypeError, lambda: P_TENSOR[0, 1]),
                 (TypeError, lambda: P_TENSOR[ms.tensor([1.0])]),

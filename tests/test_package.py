@@ -20,7 +20,7 @@ ALLOWED = {
     "engine": set(),
     "kernels": set(),
     "pattern": {"kernels", "engine"},
-    "ops": {"engine"},
+    "ops": {"engine", "kernels"},
     "optim": {"engine", "kernels"},
     "sparse": {"ops", "engine", "pattern", "kernels"},
     "algebra": {"ops", "engine", "pattern", "kernels", "sparse"},

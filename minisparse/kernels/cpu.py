@@ -533,10 +533,9 @@ def _spgemm(chunk, chunks, out, dense, a, b, ptr, indices, ptr_a, indices_a, ptr
     """Row `chunk` of `dense` is zeros, before and after."""
     n, at, zero = len(ptr) - 1, np.int64(chunk) * dense.shape[1], a.dtype.type(0)
     last, line = len(indices_a) - 1, zeros(a, 64)
-    out, dense, a, b, ptr, indices = (
-        data(out), data(dense), data(a), data(b), data(ptr), data(indices),
-    )  # fmt: skip
-    ptr_a, indices_a, ptr_b, indices_b = data(ptr_a), data(indices_a), data(ptr_b), data(indices_b)
+    out, dense, a, b, ptr = data(out), data(dense), data(a), data(b), data(ptr)
+    ptr_a, ptr_b, indices = data(ptr_a), data(ptr_b), data(indices)
+    indices_a, indices_b = data(indices_a), data(indices_b)
     first, bound = _rows(chunk, chunks, ptr, n)
     for i in range(first, bound):
         for e in range(get(ptr_a, i), get(ptr_a, i + 1)):
@@ -562,10 +561,9 @@ def _spgemm_dot(
     n, at, zero = len(ptr_x) - 1, np.int64(chunk) * dense.shape[1], x.dtype.type(0)
     last, line = len(indices) - 1, zeros(x, 64)
     mine = _rows(chunk, chunks, data(ptr), len(ptr) - 1)
-    out, dense, x, y, ptr, indices = (
-        data(out), data(dense), data(x), data(y), data(ptr), data(indices),
-    )  # fmt: skip
-    ptr_x, indices_x, ptr_y, indices_y = data(ptr_x), data(indices_x), data(ptr_y), data(indices_y)
+    out, dense, x, y, ptr = data(out), data(dense), data(x), data(y), data(ptr)
+    ptr_x, ptr_y, indices = data(ptr_x), data(ptr_y), data(indices)
+    indices_x, indices_y = data(indices_x), data(indices_y)
     first, bound = (0, n) if transpose else _rows(chunk, chunks, ptr_x, n)
     for i in range(first, bound):
         for e in range(get(ptr_x, i), get(ptr_x, i + 1)):

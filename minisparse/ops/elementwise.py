@@ -8,6 +8,7 @@ import operator
 import numpy as np
 
 from ..engine import primitive, raw
+from ..kernels import empty
 from .shapes import fold
 
 __all__ = [
@@ -16,13 +17,28 @@ __all__ = [
     "sigmoid", "sign", "sin", "softplus", "sqrt", "square", "subtract", "tan", "tanh", "where",
 ]  # fmt: skip
 
+
+def _recycled(dtype, *xs):
+    """Return memory for a large result, in the order of the largest operand; None for a small one.
+
+    NumPy's own comes fresh from the system each time, page by page, which takes longer than most of
+    the operations here; and it rarely begins at a cache line, as the products like it.
+    """
+    large = max(xs, key=np.size)
+    if np.size(large) < 1 << 15 or not all(type(x) in (np.ndarray, float, int) for x in xs):
+        return None
+    shape, dtype = np.broadcast_shapes(*map(np.shape, xs)), dtype or np.result_type(*xs)
+    turned = large.shape == shape and large.ndim == 2 and large.strides[0] < large.strides[1]
+    return empty(shape[::-1], dtype).T if turned else empty(shape, dtype)
+
+
 # ------------------------------------------------------------------------------------ arithmetic
 
 
 @primitive
 def add(x, y):
     """Return ``x + y``."""
-    return np.add(x, y)
+    return np.add(x, y, out=_recycled(None, x, y))
 
 
 @add.vjp
@@ -44,7 +60,7 @@ def _(g, need, x_shape, y_shape):
 @primitive
 def multiply(x, y):
     """Return ``x * y``."""
-    return np.multiply(x, y)
+    return np.multiply(x, y, out=_recycled(None, x, y))
 
 
 @multiply.vjp(x=1, y=0)
@@ -247,7 +263,7 @@ softplus.vjp(lambda g, need, x: g * sigmoid(x))
 @primitive
 def relu(x):
     """Return ``max(x, 0)``; the gradient at 0 is 0."""
-    return np.maximum(x, 0.0)
+    return np.maximum(x, 0.0, out=_recycled(x.dtype, x))
 
 
 relu.vjp(lambda g, need, out: _where(g, 0.0, condition=out > 0))
@@ -297,13 +313,17 @@ def _(g, need, x):
 def _where(x, y, *, condition):
     """Return `x` where the array `condition` holds, else `y`."""
     dtype = np.result_type(x, y)
-    if condition.size < 4096 or dtype.char not in "fd":
+    if condition.size < 1 << 15 or dtype.char not in "fd":
         return np.where(condition, x, y)
     # NumPy's where branches: on a random condition it takes several times as long as this.
     bits = np.dtype(f"i{dtype.itemsize}")
     x, y = (np.asarray(a, dtype=dtype).view(bits) for a in (x, y))
-    keep = -condition.astype(bool, copy=False).astype(bits)  # all bits or none
-    return ((x & keep) | (y & ~keep)).view(dtype)
+    keep = _recycled(bits, condition, x, y)
+    np.not_equal(condition, 0, out=keep, casting="unsafe")
+    np.negative(keep, out=keep)  # all bits or none
+    keep &= x ^ y if y.any() else x
+    keep ^= y
+    return keep.view(dtype)
 
 
 @_where.vjp

@@ -244,7 +244,7 @@ class RowGrad:
     """
 
     def __init__(self, rows, values, shape):
-        self.rows, at = np.unique(_indices(rows, "RowGrad"), return_inverse=True)
+        self.rows, at = np.unique(indices_of(rows, "RowGrad"), return_inverse=True)
         if len(self.rows) and not 0 <= self.rows[0] <= self.rows[-1] < shape[0]:
             raise IndexError(f"RowGrad: rows {self.rows[0]} to {self.rows[-1]} of {shape[0]}")
         if values.shape != (len(at), *shape[1:]):
@@ -299,10 +299,10 @@ def take(x, indices, axis=None):
     if axis is None:
         x, axis = ravel(x), 0
     lead = (slice(None),) * normalize_axis_index(axis, raw(x).ndim)
-    return _getitem(x, key=(*lead, _indices(indices, "take")))
+    return _getitem(x, key=(*lead, indices_of(indices, "take")))
 
 
-def _indices(indices, name):
+def indices_of(indices, name):
     """Copy integer indices, which the caller may change before the gradient is taken."""
     indices = np.array(indices)
     if indices.dtype.kind not in "iu" and indices.size:
@@ -312,7 +312,7 @@ def _indices(indices, name):
 
 def take_along_axis(x, indices, axis=-1):
     """Pick one entry for each index along an axis, as :func:`numpy.take_along_axis`."""
-    indices, n = _indices(indices, "take_along_axis"), raw(x).ndim
+    indices, n = indices_of(indices, "take_along_axis"), raw(x).ndim
     if axis is None:
         x, axis, n = ravel(x), 0, 1
     if indices.ndim != n:
@@ -348,7 +348,7 @@ def index_add(x, indices, values, axis=0):
     >>> ms.index_add(ms.tensor([0.0, 0.0, 0.0]), [0, 2, 2], [1.0, 2.0, 3.0])
     tensor([1., 0., 5.])
     """
-    shape, indices = raw(x).shape, _indices(indices, "index_add")
+    shape, indices = raw(x).shape, indices_of(indices, "index_add")
     axis = normalize_axis_index(axis, len(shape))
     expected = shape[:axis] + indices.shape + shape[axis + 1 :]
     if raw(values).shape != expected:
