@@ -319,7 +319,7 @@ def _where(x, y, *, condition):
     bits = np.dtype(f"i{dtype.itemsize}")
     x, y = (np.asarray(a, dtype=dtype).view(bits) for a in (x, y))
     keep = _recycled(bits, condition, x, y)
-    np.not_equal(condition, 0, out=keep, casting="unsafe")
+    keep[...] = condition.astype(bool, copy=False)
     np.negative(keep, out=keep)  # all bits or none
     keep &= x ^ y if y.any() else x
     keep ^= y
