@@ -119,6 +119,10 @@ def print_bars(tables, threads):
     print(f"\nBars, threads {threads}: the peer's time over minisparse's")
     each(["expert torch"], "both", 2, 2)
     overall(["expert torch"], "both", 3, "expert torch")
+    for name in [n for n in ("fc4096-1", "w64k", "powerlaw") if n in tables]:
+        if {("torch layer", "both"), ("expert torch", "both")} <= set(tables[name]):
+            ratio = tables[name]["expert torch", "both"] / tables[name]["torch layer", "both"]
+            bars.append(bar(f"{name}, forward + gradients inside PyTorch, expert torch", ratio, 2))
     overall(EASY, "both", 10, "best autodiff out of the box")
     each(["expert torch"], "forward", 2, 1.2)
     each(["mkl"], "forward", 1.3, 1.2)
@@ -126,7 +130,8 @@ def print_bars(tables, threads):
     overall(["gather limit"], "forward", 0.85, "gather limit")
     for name in [name for name in tables if name in VARIANTS]:
         for kind in ("forward", "both"):
-            times, limits = dict(tables[name]), ("minisparse", "gather limit", "streaming")
+            times = dict(tables[name])
+            limits = "minisparse", "torch layer", "gather limit", "streaming"
             ours = times.get(("minisparse", kind))
             peers = {p: t for (p, k), t in times.items() if k == kind and p not in limits}
             if ours and peers:

@@ -138,6 +138,20 @@ class ExpertPyTorch:
         return grad.numpy()
 
 
+class TorchLayer(ExpertPyTorch):
+    """Our kernels inside PyTorch: the layer of minisparse.interop, under PyTorch's autograd."""
+
+    def prepare(self, problem):
+        import minisparse as ms
+        from minisparse.interop.torch import SparseLinear
+
+        ms.set_num_threads(self.torch.get_num_threads())
+        n_out, n_in = problem.pattern.shape
+        layer = SparseLinear(n_in, n_out, pattern=problem.pattern, bias=False, dtype=self.x.dtype)
+        layer.values.data = self.torch.tensor(problem.values)
+        self.weight, self.product = layer.values, lambda x: layer(x.T).T
+
+
 class PlainPyTorch(ExpertPyTorch):
     """A CSR weight in plain autograd; the gradient of the weight comes out dense."""
 
@@ -348,6 +362,7 @@ def check(status):
 PRODUCTS = {
     "minisparse": ("minisparse", Minisparse),
     "expert torch": ("torch", ExpertPyTorch),
+    "torch layer": ("torch", TorchLayer),
     "torch csr": ("torch", PlainPyTorch),
     "torch mask": ("torch", MaskedPyTorch),
     "jax bcoo": ("jax", JAX),
