@@ -7,6 +7,8 @@ off.
 
 import pathlib
 
+import numpy as np
+
 from .harness import Turns, slope
 from .peers import MinisparseLayer
 from .workloads import layer_of
@@ -48,8 +50,47 @@ def point(n, density, threads, budget):
     return nnz, times["minisparse", "step"], peak
 
 
+def looked_up(n_rows, n_ids, threads):
+    """Return the calls of a table of 64 columns of which a step looks up and trains `n_ids` rows.
+
+    The memory is what backward and three steps of Adam take beside the table.
+    """
+    import minisparse as ms
+
+    ms.set_num_threads(threads)
+    ms.warmup(["float32"])
+    table = ms.nn.Embedding(n_rows, 64, sparse=True, rng=0)
+    optimizer = ms.optim.Adam([table.weight])
+    ids = np.random.default_rng(1).integers(n_rows, size=n_ids)
+
+    def step():
+        optimizer.zero_grad()
+        table(ids).sum().backward()
+        optimizer.step()
+
+    before = memory()
+    for _ in range(3):
+        step()
+    return {"step": step, "memory": lambda: memory() - before}
+
+
+def lookups(quick, budget):
+    """Print what a step costs for tables and touched rows of several sizes; return the figures."""
+    print("\nnn.Embedding(n, 64, sparse=True) and Adam, float32, one thread: one training step")
+    print(f"  {'rows':>10}{'looked up':>12}{'ms':>10}{'MB beside the table':>22}")
+    sizes, results = [10_000, 500_000] if quick else [50_000, 500_000, 5_000_000], []
+    for n_rows, n_ids in [(n, 1000) for n in sizes] + [(sizes[-1], 100), (sizes[-1], 10_000)]:
+        with Turns({"minisparse": looked_up}, 1) as turns:
+            turns.make(n_rows, n_ids)
+            peak = turns.ask("minisparse", "call", "memory")
+            seconds = turns.measure("step", budget=budget)["minisparse", "step"]
+        print(f"  {n_rows:10}{n_ids:12}{seconds * 1e3:10.3f}{peak / 1e6:22.1f}")
+        results.append({"rows": n_rows, "looked up": n_ids, "seconds": seconds, "peak": peak})
+    return results
+
+
 def run(quick=False):
-    """Print two tables and their exponents; return all figures."""
+    """Print the tables and their exponents; return all figures."""
     budget = 0.5 if quick else 2.0
     rows, densities = (ROWS[:3], DENSITIES[::2]) if quick else (ROWS, DENSITIES)
     results = []
@@ -75,4 +116,4 @@ def run(quick=False):
     table(f"n rows and columns, {A_ROW} a row", "n", [(f"{n}", n, A_ROW / n) for n in rows])
     cases = [(f"{100 * d:g} %", SIDE, d) for d in densities]
     table(f"{SIDE} × {SIDE}, growing density", "density", cases)
-    return {"scaling": results}
+    return {"scaling": results, "lookups": lookups(quick, budget)}
