@@ -206,7 +206,7 @@ class Pattern:
         height, width : int
         kernel : int or (int, int)
             Rows and columns of the window; it is cut off at the border.  Pixel (r, c) is number
-            ``r * width + c``.
+            ``r * width + c``.  A window of an even length k begins k / 2 before its pixel.
         """
         kernel = [operator.index(n) for n in np.broadcast_to(kernel, 2)]
         if min(kernel) < 0:
