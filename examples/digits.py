@@ -82,7 +82,7 @@ def main(epochs):
     left.set(xlabel="epoch", ylabel="accuracy on the held-out third", title="Digits")
     left.legend()
     models["5 % density"][0].weight.pattern.spy(right)
-    right.set(xlabel="pixel", ylabel="neuron")
+    right.set(xlabel="pixel", ylabel="neuron", title="First layer, 5 % of the weights")
     figure.tight_layout()
     figure.savefig("digits.png", dpi=120)
     print("learning curves and the first layer's pattern: digits.png")

@@ -365,7 +365,8 @@ def block(blocks):
 
     Notes
     -----
-    The layout is worked out once for the patterns; a call costs O(nnz).
+    The layout is worked out once for the patterns; a call costs O(nnz).  The result holds the
+    values of that moment: assemble it anew in each step of a training loop.
 
     Examples
     --------

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-from .engine import Tensor
 from .pattern import Pattern
 
 _FORMAT = "minisparse 1"
@@ -48,9 +47,10 @@ def save(path, state):
     Examples
     --------
     >>> import os, tempfile
+    >>> import numpy as np
     >>> import minisparse as ms
     >>> path = os.path.join(tempfile.mkdtemp(), "state.npz")
-    >>> ms.save(path, {"step": 3, "model": {"weight": [1.0, 2.0]}})
+    >>> ms.save(path, {"step": 3, "model": {"weight": np.array([1.0, 2.0])}})
     >>> ms.load(path)
     {'step': 3, 'model': {'weight': array([1., 2.])}}
     """
@@ -99,11 +99,11 @@ def _packed(value, where, arrays, patterns):
         isinstance(value, (str, bool, int, float)) and type(value) is not np.float64
     ):
         return value
-    array = None if isinstance(value, Tensor) or hasattr(value, "to_dense") else np.asarray(value)
-    if array is None or array.dtype.kind not in "biuf":
-        hint = "; state_dict() and .numpy() give what can be saved"
-        raise TypeError(f"save: {where} is a {type(value).__name__}{hint}")
-    return put(array)
+    if not isinstance(value, (np.ndarray, np.generic)) or value.dtype.kind not in "biuf":
+        kind = f"{type(value).__name__} of dtype {getattr(value, 'dtype', None)}"
+        hint = "np.array(...), .numpy() and state_dict() give what can be saved"
+        raise TypeError(f"save: {where} is a {kind}; {hint}")
+    return put(np.asarray(value))
 
 
 def load(path):
@@ -162,11 +162,9 @@ def _read(archive, name):
     """Read one array, whose header is checked against what is there before it is believed."""
     data = archive.read(f"{name}.npy")
     stream = io.BytesIO(data)
-    header = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }
-    shape, fortran, dtype = header[np.lib.format.read_magic(stream)](stream)
+    if np.lib.format.read_magic(stream) != (1, 0):
+        raise ValueError("another version of the format")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
     if dtype.kind not in "biuf" or min(shape, default=0) < 0:
         raise ValueError(f"an array of dtype {dtype} and shape {shape}")
     flat = np.frombuffer(data, dtype, offset=stream.tell())

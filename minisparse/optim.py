@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import operator
 
 import numpy as np
 
@@ -53,8 +54,9 @@ class Optimizer:
             self._check(group)
 
     def _several(self, params):
-        if isinstance(params, Tensor) or hasattr(params, "__tensor__"):
-            raise TypeError(f"{type(self).__name__}: params is a list, got one {type(params)}")
+        if isinstance(params, Tensor) or not hasattr(params, "__iter__"):
+            kind = type(params).__name__
+            raise TypeError(f"{type(self).__name__}: needs a list (m.parameters()), got a {kind}")
         return list(params)
 
     def _leaf(self, p):
@@ -78,7 +80,6 @@ class Optimizer:
 
     def _new_state(self, p, zeros):
         """Return the state of a parameter at the start; ``zeros(p)`` makes its arrays."""
-        raise NotImplementedError
 
     def _state_of(self, p, group):
         if p not in self._state:
@@ -88,7 +89,6 @@ class Optimizer:
 
     def _update(self, array, g, state, group):
         """Change `array`, and the arrays and the step of `state`, in place."""
-        raise NotImplementedError
 
     def step(self):
         """Update every parameter that has a gradient; of a row-sparse one, only those rows.
@@ -102,7 +102,8 @@ class Optimizer:
         for group in self.param_groups:
             self._check(group)
             if group["weight_decay"] and any(hasattr(p.grad, "rows") for p in group["params"]):
-                raise ValueError(f"{type(self).__name__}: weight decay with a row-sparse gradient")
+                cure = "a row-sparse gradient does not decay: use a group with weight_decay=0"
+                raise ValueError(f"{type(self).__name__}: {cure} for it")
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -389,7 +390,7 @@ class _Schedule:
         self._apply()
 
     def _rate(self, start, step):
-        raise NotImplementedError
+        """Return the learning rate of a step, for one that starts from `start`."""
 
     def _apply(self):
         for group, start in zip(self._opt.param_groups, self._start, strict=True):
@@ -402,7 +403,8 @@ class _Schedule:
 
     def state_dict(self) -> dict:
         """Return the number of steps and the learning rates that the schedule started from."""
-        return {"steps": self._steps, "start": np.array(self._start, dtype=np.float64)}
+        start = np.array(self._start, dtype=np.float64)
+        return {"kind": type(self).__name__, "steps": self._steps, "start": start}
 
     def load_state_dict(self, state):
         """Take over what :meth:`state_dict` returned, and set the learning rates by it.
@@ -414,12 +416,11 @@ class _Schedule:
         """
         try:
             steps, start = int(state["steps"]), np.asarray(state["start"], dtype=np.float64)
+            right = state["kind"] == type(self).__name__ and steps >= 0
         except (TypeError, KeyError, ValueError):
-            raise ValueError(
-                f"{type(self).__name__}: this is not the state of a schedule"
-            ) from None
-        if start.shape != (len(self._start),) or steps < 0:
-            raise ValueError(f"{type(self).__name__}: {start.size} groups and {steps} steps")
+            right = False
+        if not right or start.shape != (len(self._start),):
+            raise ValueError(f"{type(self).__name__}: this is not the state of such a schedule")
         self._steps, self._start = steps, start.tolist()
         self._apply()
 
@@ -445,8 +446,8 @@ class StepLR(_Schedule):
     """
 
     def __init__(self, opt, step_size, gamma=0.1):
-        if step_size < 1:
-            raise ValueError(f"StepLR: step_size={step_size} must be at least 1")
+        if operator.index(step_size) < 1 or not gamma >= 0:
+            raise ValueError(f"StepLR: step_size={step_size} below 1, or gamma={gamma} below 0")
         self._size, self._gamma = step_size, gamma
         super().__init__(opt)
 

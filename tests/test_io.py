@@ -117,6 +117,7 @@ def test_going_on_is_never_having_stopped(tmp_path, name, saved_after):
         {"a": np.array([1j])},
         {"a": {"b": object()}},
         {"a": ["x"]},
+        {"a": [np.ones(2), np.ones(3)]},
         {1: 2},
         [1.0],
         {"a": ms.nn.Linear(1, 1)},

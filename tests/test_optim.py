@@ -323,7 +323,7 @@ def test_row_sparse_gradients_refused():
     p.grad = row_sparse(p, [1], [[1.0, 2.0]])
     opt = ms.optim.SGD([p], lr=0.1, weight_decay=0.1)
     before = p.data.copy()
-    with pytest.raises(ValueError, match="weight decay"):
+    with pytest.raises(ValueError, match="weight_decay=0"):
         opt.step()
     np.testing.assert_array_equal(p.data, before)
     for rows, values, error in (
@@ -432,15 +432,21 @@ def test_warmup_and_resuming():
     for rate in rates[5:]:
         assert other.param_groups[0]["lr"] == rate
         resumed.step()
-    for bad in ({}, None, {"steps": -1, "start": [1.0]}, {"steps": 1, "start": [1.0, 2.0]}):
+    other_kind = ms.optim.StepLR(other, 3).state_dict()
+    for bad in ({}, None, {**state, "steps": -1}, {**state, "start": [1.0, 2.0]}, other_kind):
         with pytest.raises(ValueError):
             resumed.load_state_dict(bad)
     for call in (
         lambda: ms.optim.CosineLR(opt, 5, warmup=5),
         lambda: ms.optim.StepLR(opt, 0),
+        lambda: ms.optim.StepLR(opt, 2, gamma=-1.0),
         lambda: ms.optim.CosineLR(opt, 0),
     ):
         with pytest.raises(ValueError):
             call()
     with pytest.raises(TypeError):
         ms.optim.StepLR([leaf(1)], 1)
+    with pytest.raises(TypeError):
+        ms.optim.StepLR(opt, 2.5)
+    with pytest.raises(TypeError, match=r"parameters\(\)"):
+        ms.optim.Adam(ms.nn.Linear(2, 2))

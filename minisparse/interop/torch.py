@@ -81,8 +81,9 @@ class SparseLinear(torch.nn.Module):
 
     Notes
     -----
-    CPU tensors only.  Inputs are (..., in_features).  The output is held feature-major (its
-    transpose is contiguous), so that a chain of such layers copies nothing.
+    CPU tensors only, and not under ``torch.compile`` or the transformations of ``torch.func``.
+    Inputs are (..., in_features).  The output is held feature-major (its transpose is contiguous),
+    so that a chain of such layers copies nothing.
 
     Examples
     --------
@@ -106,6 +107,9 @@ class SparseLinear(torch.nn.Module):
 
     def forward(self, x):
         """Return ``x Wᵀ + b`` for x of shape (..., in_features)."""
+        if not isinstance(x, torch.Tensor) or x.dtype != self.values.dtype:
+            kind = getattr(x, "dtype", type(x).__name__)
+            raise TypeError(f"SparseLinear: x of {kind}, it needs a Tensor of {self.values.dtype}")
         *lead, features = x.shape
         n_out, n_in = self.pattern.shape
         if features != n_in:
@@ -125,7 +129,8 @@ class SparseLinear(torch.nn.Module):
         """Compare the pattern of a ``state_dict()`` with this layer's; ValueError if it differs."""
         given = Pattern(*(state[name].numpy() for name in ("shape", "indptr", "indices")))
         if given != self.pattern:
-            raise ValueError(f"SparseLinear: the state has {given}, this layer {self.pattern}")
+            both = " and ".join(f"{p} {p.digest[:8]}" for p in (given, self.pattern))
+            raise ValueError(f"SparseLinear: patterns differ, the state's and this layer's: {both}")
 
     def extra_repr(self):
         """Describe the layer in PyTorch's listing of modules."""
