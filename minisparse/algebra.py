@@ -242,14 +242,12 @@ class _Members(SparseTensor):
         -----
         O(entries selected + rows selected).
         """
-        n = self.shape[0]
-        chosen = np.arange(*rows.indices(n)) if isinstance(rows, slice) else np.asarray(raw(rows))
-        if isinstance(rows, tuple) or chosen.ndim != 1:
+        n, rows = self.shape[0], 0 if isinstance(rows, tuple) else rows
+        chosen = np.arange(*rows.indices(n)) if isinstance(rows, slice) else raw(rows)
+        if chosen.ndim != 1:
             raise TypeError("S[rows] takes a list of rows, a slice or a mask; S[[i]] gives one row")
         mask = chosen.dtype == bool and len(chosen) == n
-        chosen = np.flatnonzero(chosen) if mask else indices_of(chosen, "S[rows]")
-        if len(chosen) and not (-n <= chosen.min() and chosen.max() < n):
-            raise IndexError(f"S[rows]: rows from {chosen.min()} to {chosen.max()}, there are {n}")
+        chosen = np.flatnonzero(chosen) if mask else indices_of(chosen, "S[rows]: rows", n, -n)
         chosen[chosen < 0] += n
         pattern, entries = _select(self.pattern, chosen)
         return SparseTensor(pattern, gather(self.values, index_map=IndexMap(entries, self.nnz)))
@@ -302,7 +300,7 @@ class _Members(SparseTensor):
 
 
 for _name, _member in vars(_Members).items():
-    if _name not in ("__module__", "__doc__"):
+    if callable(_member):
         setattr(SparseTensor, _name, _member)
 
 # ------------------------------------------------------------------------------------- assembly
@@ -324,21 +322,19 @@ def _layout(n_columns, *patterns):
 
 def _as_blocks(blocks, what):
     """Bring blocks to SparseTensors of one dtype: that of the first Tensor among them."""
-    ours = [b for b in blocks if isinstance(b, (Tensor, SparseTensor))]
-    dtype = ours[0].dtype if ours else None
-    made = []
-    for b in blocks:
-        if b is not None and not isinstance(b, SparseTensor):
-            if not sp.issparse(b):
-                b = b if isinstance(b, Tensor) else np.asarray(b)
-                if b.ndim != 2:
-                    raise ValueError(f"{what}: a block of shape {b.shape} is not a matrix")
-            if isinstance(b, Tensor):
-                b = SparseTensor(Pattern.dense(b.shape), ops.ravel(b))
-            else:
-                b = SparseTensor.from_scipy(sp.csr_array(b), dtype=dtype)
-        made.append(b)
-    return made
+    first = next((b for b in blocks if isinstance(b, (Tensor, SparseTensor))), None)
+
+    def made(b):
+        if b is None or isinstance(b, SparseTensor):
+            return b
+        b = b if isinstance(b, Tensor) or sp.issparse(b) else np.asarray(b)
+        if b.ndim != 2:
+            raise ValueError(f"{what}: a block of shape {b.shape} is not a matrix")
+        if isinstance(b, Tensor):
+            return SparseTensor(Pattern.dense(b.shape), ops.ravel(b))
+        return as_sparse(sp.csr_array(b), first)
+
+    return [made(b) for b in blocks]
 
 
 def block(blocks):

@@ -408,8 +408,7 @@ def primitive(function):
             if serves is not None and parents[serves] is None:
                 saved.append(None)
             elif kind == "shape":
-                shape = [a.shape for a in arrays] if op.variadic else arrays[which].shape
-                saved.append(shape)
+                saved.append([a.shape for a in arrays] if op.variadic else arrays[which].shape)
             elif kind == "structure":
                 saved.append(kwargs.get(which.name, which.default))
             elif kind == "out":

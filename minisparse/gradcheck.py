@@ -188,11 +188,9 @@ def _check_alone(leaves, outputs, cotangents, gradients, name):
     opposite = _pull_back(leaves, outputs, [-c for c in cotangents])
     for i, leaf in enumerate(leaves):
         alone = _pull_back([leaf], outputs, cotangents)[0]
-        for got, expected, when in (
-            (alone, gradients[i], "when no other gradient is asked for"),
-            (-opposite[i], gradients[i], "for the opposite cotangent, turned around"),
-        ):
-            _compare(got, expected, f"{name} of input {i}", when, "otherwise")
+        expected, where = gradients[i], f"{name} of input {i}"
+        _compare(alone, expected, where, "when no other gradient is asked for", "otherwise")
+        _compare(-opposite[i], expected, where, "for the opposite cotangent, turned", "otherwise")
 
 
 def _compare(got, expected, name, when, otherwise):

@@ -12,7 +12,7 @@ import errno
 import io
 import json
 import os
-import tempfile
+import secrets
 import zipfile
 from pathlib import Path
 
@@ -60,9 +60,9 @@ def save(path, state):
         raise TypeError(f"save: needs a dict, not a {type(state).__name__}")
     tree = json.dumps({"format": _FORMAT, "state": _packed(state, "", arrays, patterns)})
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with open(handle, "wb") as file:
+        with open(temporary, "xb") as file:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
                 archive.writestr("tree", tree)
                 for name, array in arrays.items():
@@ -95,9 +95,7 @@ def _packed(value, where, arrays, patterns):
             parts = {"indptr": put(value.indptr), "indices": put(value.indices)}
             patterns[value] = {"shape": list(value.shape), **parts}
         return {"pattern": patterns[value]}
-    if value is None or (
-        isinstance(value, (str, bool, int, float)) and type(value) is not np.float64
-    ):
+    if isinstance(value, (str, bool, int, float, type(None))) and type(value) is not np.float64:
         return value
     if not isinstance(value, (np.ndarray, np.generic)) or value.dtype.kind not in "biuf":
         kind = f"{type(value).__name__} of dtype {getattr(value, 'dtype', None)}"
@@ -134,26 +132,29 @@ def load(path):
                 tree = json.loads(archive.read("tree"))
                 if tree["format"] != _FORMAT or not isinstance(tree["state"]["dict"], dict):
                     raise ValueError(f"its format is {tree['format']!r}")
-                return _unpacked(tree["state"], archive, {})
+                return _unpacked(tree["state"], archive, {}, set(archive.namelist()))
         except Exception as error:
             if isinstance(error, OSError) and error.errno != errno.EINVAL:  # of a wrong offset
                 raise
             raise ValueError(f"load: {path} is damaged or was not saved here ({error})") from error
 
 
-def _unpacked(value, archive, patterns):
+def _unpacked(value, archive, patterns, unread):
+    """Return what `value` stands for; each member is read once, so that no file grows in memory."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "dict":
-        return {k: _unpacked(v, archive, patterns) for k, v in content.items()}
+        return {k: _unpacked(v, archive, patterns, unread) for k, v in content.items()}
     if kind == "array":
+        unread.remove(f"{content}.npy")
         return _read(archive, content)
     if kind != "pattern":
         raise ValueError(f"unknown {kind}")
     key = json.dumps(content)
     if key not in patterns:
-        arrays = (_unpacked(content[name], archive, patterns) for name in ("indptr", "indices"))
+        parts = (content[name] for name in ("indptr", "indices"))
+        arrays = (_unpacked(part, archive, patterns, unread) for part in parts)
         patterns[key] = Pattern(content["shape"], *arrays)
     return patterns[key]
 

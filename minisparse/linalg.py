@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 
 import numpy as np
-import scipy.sparse as sp
 
 from .engine import Tensor, as_operand, primitive
 from .sparse import _sddmm, as_sparse, is_sparse, matmul
@@ -31,19 +30,17 @@ def _factorised(S, values):
     """Factorise a sparse tensor once for each set of values: until they change in place."""
     from scipy.sparse.linalg import splu
 
+    current = S.__tensor__()._version  # of a parameter, that of its weights
     seen, version, factor = _factors.get(S, (None, 0, None))
-    if seen is not values._version or version != seen[0]:
+    if seen is not current or version != seen[0]:
         pattern = S.pattern
-        A = sp.csc_array(
-            (np.ascontiguousarray(values.data), pattern.indices, pattern.indptr),
-            shape=pattern.shape,
-        )
         try:
-            factor = splu(A, "MMD_AT_PLUS_A" if pattern == pattern.T else "COLAMD")
+            order = "MMD_AT_PLUS_A" if pattern == pattern.T else "COLAMD"
+            factor = splu(pattern.to_scipy(values.data).T, order)
         except RuntimeError as error:
             what = f"{S!r} is singular, or holds NaN or infinity"
             raise np.linalg.LinAlgError(f"spsolve: {error}: {what}") from None
-        _factors[S] = values._version, values._version[0], factor
+        _factors[S] = current, current[0], factor
     return factor
 
 

@@ -141,13 +141,9 @@ class Module:
             if isinstance(p, SparseParameter):
                 if not isinstance(given, dict) or set(given) != set(mine):
                     raise ValueError(f"{what} needs {sorted(mine)}")
-                if not isinstance(given["pattern"], Pattern):
-                    raise ValueError(f"{what}: {given['pattern']!r} is no Pattern")
-                if given["pattern"] != p.pattern:
-                    both = " and ".join(
-                        f"{q} {q.digest[:8]}" for q in (p.pattern, given["pattern"])
-                    )
-                    raise PatternMismatchError(f"{what} has another pattern: {both}")
+                if p.pattern != (other := given["pattern"]):
+                    both = [f"{q!r} {getattr(q, 'digest', '')[:8]}" for q in (p.pattern, other)]
+                    raise PatternMismatchError(f"{what} has another pattern: {' and '.join(both)}")
                 for key in set(mine) - {"pattern", "free"}:
                     if not np.array_equal(given[key], mine[key], equal_nan=True):
                         raise ValueError(f"{what} has other {key}")
@@ -321,18 +317,9 @@ class SparseLinear(_Affine):
     """
 
     def __init__(
-        self,
-        in_features,
-        out_features,
-        *,
-        pattern=None,
-        density=None,
-        fan_in=None,
-        weight=None,
-        bias=True,
-        dtype=np.float32,
-        rng=None,
-    ):
+        self, in_features, out_features, *, pattern=None, density=None, fan_in=None, weight=None,
+        bias=True, dtype=np.float32, rng=None,
+    ):  # fmt: skip
         if not isinstance(pattern, (Pattern, type(None))):
             raise TypeError(f"SparseLinear: pattern is a {type(pattern).__name__}, not a Pattern")
         if sum(a is not None for a in (pattern, density, fan_in, weight)) != 1:
@@ -518,9 +505,7 @@ class Embedding(Module):
         TypeError
             If ids are not integers.
         """
-        ids, n = indices_of(ids, "Embedding"), self.weight.shape[0]
-        if ids.size and not 0 <= ids.min() <= ids.max() < n:
-            raise IndexError(f"Embedding: ids from {ids.min()} to {ids.max()}, there are {n} rows")
+        ids = indices_of(ids, "Embedding: ids", self.weight.shape[0])
         return lookup(self.weight, ids=ids, sparse=self.sparse)
 
 

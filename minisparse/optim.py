@@ -111,6 +111,7 @@ class Optimizer:
                 p._version[0] += 1
                 g, state = p.grad, self._state_of(p, group)
                 if not hasattr(g, "rows"):
+                    g = g.to_dense() if hasattr(g, "to_dense") else g
                     array = kernels.contiguous(p._array)
                     self._update(array, g, state, group)
                     if array is not p._array:
@@ -369,7 +370,8 @@ def clip_grad_norm(params, max_norm):
     """
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm: max_norm={max_norm} must be 0 or more")
-    params = [p for p in params if p.grad is not None]
+    leaves = dict.fromkeys(p.__tensor__() if hasattr(p, "__tensor__") else p for p in params)
+    params = [p for p in leaves if p.grad is not None]
     flat = [getattr(p.grad, "values", p.grad).reshape(-1) for p in params]
     norm = math.sqrt(sum(float(np.einsum("i,i->", g, g, dtype=np.float64)) for g in flat))
     factor = max_norm / (norm + 1e-6)

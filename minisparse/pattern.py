@@ -68,6 +68,7 @@ class Pattern:
     nnz: int
     indptr: np.ndarray
     indices: np.ndarray
+    _combined: dict
     # Of a transpose, a weak reference to what it is the transpose of.
     _origin = staticmethod(lambda: None)
 
@@ -85,7 +86,8 @@ class Pattern:
         self = cls.__new__(cls)
         dtype = _index_dtype(*shape, len(indices))
         indptr, indices = _frozen(indptr, dtype), _frozen(indices, dtype)
-        vars(self).update(shape=shape, nnz=len(indices), indptr=indptr, indices=indices)
+        parts = {"shape": shape, "nnz": len(indices), "indptr": indptr, "indices": indices}
+        vars(self).update(parts, _combined={})  # what `once` derives from it and others
         return self
 
     def __setattr__(self, name, *value):
@@ -175,9 +177,8 @@ class Pattern:
         shape = n_rows, n_cols = _as_shape(shape)
         if (density is None) == (fan_in is None):
             raise ValueError("Pattern.random: give either density or fan_in")
-        name, given, most = (
-            ("density", density, 1) if fan_in is None else ("fan_in", fan_in, n_cols)
-        )
+        name, most = ("density", 1) if fan_in is None else ("fan_in", n_cols)
+        given = density if fan_in is None else fan_in
         if not 0 <= given <= most:
             raise ValueError(f"Pattern.random: {name}={given} is not between 0 and {most}")
         if fan_in is None:  # the whole matrix as one row
@@ -295,11 +296,6 @@ class Pattern:
     def map_diagonal(self):
         """The map that brings the entries to the places (i, i)."""
         return IndexMap(self.find(Pattern.banded(self.shape, 0, 0)), self.nnz)
-
-    @cached_property
-    def _combined(self):
-        """What was derived from this pattern and others, by :func:`once`."""
-        return {}
 
     def find(self, other) -> np.ndarray:
         """Return the number here of each entry of `other`, -1 where it is absent.

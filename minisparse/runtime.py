@@ -13,7 +13,7 @@ def show_config():
 
     Compiles nothing and starts no thread.
     """
-    versions = {name: metadata.version(name) for name in ("minisparse", "numpy", "scipy")}
+    versions = {name: metadata.version(name) for name in ("minisparse", "numpy", "scipy", "numba")}
     rows = {"python": platform.python_version(), **versions, **kernels.config()}
     for name, value in rows.items():
         print(f"{name:16} {value}")  # noqa: T201 - printing is what it is for

@@ -478,11 +478,9 @@ def multiply(x, y):
 def _scaled(S, d):
     """Return S times a dense factor that broadcasts to its shape, on S's pattern."""
     d = d if isinstance(d, Tensor) else as_operand(d, S.dtype, "multiply")
-    if d.ndim == 0:
-        return S.with_values(S.values * d)
     if np.broadcast_shapes(d.shape, S.shape) != S.shape:
         raise ValueError(f"multiply: a factor of shape {d.shape} does not fit {S.shape}")
-    d_rows, d_cols = (1, *d.shape)[-2:]
+    d_rows, d_cols = (1, 1, *d.shape)[-2:]
     if (d_rows, d_cols) == S.shape:
         factor = sample(ops.reshape(d, shape=S.shape), pattern=S.pattern)
         return S.with_values(S.values * factor)

@@ -331,16 +331,9 @@ def sparse_parameters(
 
 @_strategy
 def spmm_operands(
-    draw,
-    *,
-    pattern=None,
-    shape=None,
-    dtype=np.float64,
-    exact=False,
-    ndim=None,
-    requires_grad=False,
-    as_arrays=False,
-):
+    draw, *, pattern=None, shape=None, dtype=np.float64, exact=False, ndim=None,
+    requires_grad=False, as_arrays=False,
+):  # fmt: skip
     """Draw the two operands of ``S @ x``.
 
     Parameters

@@ -16,25 +16,8 @@ class Graph:
         For Markdown pages and notebooks that draw Mermaid.
     """
 
-    def __init__(self, nodes, edges):
-        self._nodes, self._edges = nodes, edges
-
-    @property
-    def dot(self):
-        shapes = {"op": "box", "leaf": "ellipse"}
-        lines = [f'  n{i} [label="{t}", shape={shapes[k]}];' for i, (k, t) in self._nodes.items()]
-        lines += [f"  n{a} -> n{b};" for a, b in self._edges]
-        return "\n".join(["digraph {", *lines, "}"])
-
-    @property
-    def mermaid(self):
-        marks = {"op": ("[", "]"), "leaf": ("([", "])")}
-        lines = []
-        for i, (kind, text) in self._nodes.items():
-            left, right = marks[kind]
-            lines.append(f'  n{i}{left}"{text}"{right}')
-        lines += [f"  n{a} --> n{b}" for a, b in self._edges]
-        return "\n".join(["flowchart TD", *lines])
+    def __init__(self, dot, mermaid):
+        self.dot, self.mermaid = dot, mermaid
 
     def _repr_mimebundle_(self, include=None, exclude=None):
         return {"text/vnd.mermaid": self.mermaid, "text/plain": self.dot}
@@ -73,16 +56,20 @@ def graph(tensor):
         tensor = tensor.__tensor__()
     if not isinstance(tensor, Tensor):
         raise TypeError(f"graph: needs a Tensor, got a {type(tensor).__name__}")
-    found: dict = {tensor._node or tensor: 0}  # what is met first has the smaller number
-    nodes, edges = {}, []
-    for node in (queue := list(found)):
-        op = getattr(node, "op", None)
-        name = op.name if op else "leaf"
-        nodes[found[node]] = ("op" if op else "leaf"), f"{name}<br>{node.shape} {node.dtype}"
+    numbers: dict = {tensor._node or tensor: 0}  # what is met first has the smaller number
+    dot, mermaid, edges = ["digraph {"], ["flowchart TD"], []
+    for node in (queue := list(numbers)):
+        op, i = getattr(node, "op", None), numbers[node]
+        name, what = op.name if op else "leaf", f"{node.shape} {node.dtype}"
+        dot.append(f'  n{i} [label="{name}\\n{what}", shape={"box" if op else "ellipse"}];')
+        left, right = ("[", "]") if op else ("([", "])")
+        mermaid.append(f'  n{i}{left}"{name}<br>{what}"{right}')
         for parent in node.parents if op else ():
             if parent is not None:
-                if parent not in found:
-                    found[parent] = len(found)
+                if parent not in numbers:
+                    numbers[parent] = len(numbers)
                     queue.append(parent)
-                edges.append((found[parent], found[node]))
-    return Graph(nodes, edges)
+                edges.append((numbers[parent], i))
+    dot += [*(f"  n{a} -> n{b};" for a, b in edges), "}"]
+    mermaid += [f"  n{a} --> n{b}" for a, b in edges]
+    return Graph("\n".join(dot), "\n".join(mermaid))

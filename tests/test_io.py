@@ -215,6 +215,10 @@ def test_forged_files_allocate_nothing_and_run_nothing(tmp_path):
         forged(path, {"format": "minisparse 1", "state": state})
         with pytest.raises(ValueError, match="damaged"):
             ms.load(path)
+    twice = {"dict": {"x": {"array": "0"}, "y": {"array": "0"}}}
+    forged(path, {"format": "minisparse 1", "state": twice}, **{"0": npy(b"<f8", 1, b"\0" * 8)})
+    with pytest.raises(ValueError, match="damaged"):
+        ms.load(path)
     forged(path, {"format": "minisparse 9", "state": {"dict": {}}})
     with pytest.raises(ValueError, match="minisparse 9"):
         ms.load(path)
@@ -237,6 +241,12 @@ def test_killed_in_the_middle(tmp_path, in_new_process):
         "raise SystemExit('it should have died')\n"
     )
     assert ms.load(path) == {"x": 1}
+
+
+def test_the_file_is_as_readable_as_others(tmp_path):
+    ms.save(tmp_path / "s", {"x": 1})
+    (tmp_path / "other").write_text("")
+    assert (tmp_path / "s").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_an_error_in_the_middle_leaves_no_trace(tmp_path, monkeypatch):

@@ -387,6 +387,8 @@ def test_clipping_at_the_edges():
     big.grad = np.full(2, 1e30, np.float32)  # whose squares overflow in float32
     np.testing.assert_allclose(ms.optim.clip_grad_norm([big], 1.0), 2**0.5 * 1e30, rtol=1e-6)
     assert ms.optim.clip_grad_norm([leaf(2)], 1.0) == 0.0
+    W.grad = np.array([3.0, 0.0, 4.0])
+    assert ms.optim.clip_grad_norm([W, W.free, W], 10.0) == 5.0  # each once
     with pytest.raises(ValueError, match="max_norm"):
         ms.optim.clip_grad_norm([W], -1.0)
 

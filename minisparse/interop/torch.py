@@ -113,9 +113,7 @@ class SparseLinear(torch.nn.Module):
         *lead, features = x.shape
         n_out, n_in = self.pattern.shape
         if features != n_in:
-            raise ValueError(
-                f"SparseLinear: x of shape {tuple(x.shape)} needs {n_in} features last"
-            )
+            raise ValueError(f"SparseLinear: x of shape {tuple(x.shape)} needs {n_in} features")
         y = _SpMM.apply(self.values, x.reshape(math.prod(lead), n_in).T, self.pattern, False).T
         y = y if self.bias is None else y + self.bias
         return y.reshape(*lead, n_out)
@@ -124,6 +122,11 @@ class SparseLinear(torch.nn.Module):
         """Return the pattern, for ``state_dict()``, as tensors."""
         arrays = (self.pattern.shape, self.pattern.indptr, self.pattern.indices)
         return dict(zip(("shape", "indptr", "indices"), map(torch.tensor, arrays), strict=True))
+
+    def _load_from_state_dict(self, state, prefix, *args):
+        if f"{prefix}_extra_state" in state:  # PyTorch compares it after it has copied the values
+            self.set_extra_state(state[f"{prefix}_extra_state"])
+        super()._load_from_state_dict(state, prefix, *args)
 
     def set_extra_state(self, state):
         """Compare the pattern of a ``state_dict()`` with this layer's; ValueError if it differs."""

@@ -77,6 +77,7 @@ def _door(definition):
         for array in args:
             if type(array) is not Plan:
                 return getattr(_kernels(array), definition.__name__)(*args, **kwargs)
+        raise TypeError(f"{definition.__name__}: arrays are given by position")
 
     return kernel
 
@@ -137,12 +138,9 @@ def warmup(dtypes=("float32", "float64")):
 
 def config():
     """Return how kernels run here, as a dictionary. Starts, imports and compiles nothing."""
-    from importlib import metadata
-
     cpu = sys.modules.get(f"{__name__}.cpu")
     return {
         "backend": _backend.get(),
         "threads": get_num_threads(),
-        "numba": metadata.version("numba"),
         **(cpu.config() if cpu else {"threading_layer": None, "cache": None}),
     }

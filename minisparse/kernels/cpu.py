@@ -586,8 +586,6 @@ def _spgemm_dot(
 @body
 def _sgd(chunk, chunks, p, buf, g, lr, momentum, weight_decay, nesterov):
     """An empty `buf` stands for none."""
-    scalar = p.dtype.type
-    lr, momentum, weight_decay = scalar(lr), scalar(momentum), scalar(weight_decay)
     start, end = _share(chunk, chunks, len(p))
     buffered = len(buf) > 0
     p, buf, g = data(p), data(buf), data(g)
@@ -604,9 +602,6 @@ def _sgd(chunk, chunks, p, buf, g, lr, momentum, weight_decay, nesterov):
 
 @body
 def _adam(chunk, chunks, p, m, v, g, beta2, from_g, from_g2, size, root, eps, decay, keep):
-    scalar = p.dtype.type
-    beta2, from_g, from_g2, size = scalar(beta2), scalar(from_g), scalar(from_g2), scalar(size)
-    root, eps, decay, keep = scalar(root), scalar(eps), scalar(decay), scalar(keep)
     start, end = _share(chunk, chunks, len(p))
     p, m, v, g = data(p), data(m), data(v), data(g)
     for e in range(start, end):
@@ -1000,13 +995,13 @@ def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0):
     """See reference."""
     p, g = p.reshape(-1), contiguous(g).reshape(-1)
     buf = p[:0] if buf is None else buf.reshape(-1)
-    scalars = float(lr), float(momentum), float(weight_decay), bool(nesterov)
+    scalars = *map(p.dtype.type, (lr, momentum, weight_decay)), bool(nesterov)
     _SGD(p.dtype.char, 8 * p.size, p, buf, g, *scalars)
 
 
 def adam(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False):
     """See reference."""
-    scalars = adam_scalars(float, step, lr, beta1, beta2, eps, weight_decay, decoupled)
+    scalars = adam_scalars(p.dtype.type, step, lr, beta1, beta2, eps, weight_decay, decoupled)
     arrays = p.reshape(-1), m.reshape(-1), v.reshape(-1), contiguous(g).reshape(-1)
     _ADAM(p.dtype.char, 16 * p.size, *arrays, *scalars)
 

@@ -5,6 +5,7 @@ hands over its pages one fault at a time; an output row that straddles cache lin
 twice. Both costs are paid once per training run here instead of once per call.
 """
 
+import math
 import os
 import threading
 
@@ -75,17 +76,18 @@ class _Block:
 
     __slots__ = ("__array_interface__", "_block", "_put", "_size")
 
-    def __init__(self, shape, dtype, size):
-        block = _pool.take(size)
-        if block is None:
-            memory = np.empty(size + ALIGN, np.uint8)
-            block = memory, -(-memory.ctypes.data // ALIGN) * ALIGN
+    def __init__(self, block, shape, dtype, size):
         self._block, self._size, self._put = block, size, _pool.put
         interface = {"version": 3, "shape": shape, "typestr": dtype.str, "data": (block[1], False)}
         self.__array_interface__ = interface
 
     def __del__(self):
         self._put(self._size, self._block)
+
+
+def _fresh(size):
+    memory = np.empty(size + ALIGN, np.uint8)
+    return memory, -(-memory.ctypes.data // ALIGN) * ALIGN
 
 
 def empty(shape, dtype):
@@ -108,10 +110,8 @@ def empty(shape, dtype):
     """
     dtype = np.dtype(dtype)
     shape = shape if isinstance(shape, tuple) else (shape,)
-    size = dtype.itemsize
-    for n in shape:
-        size *= n
+    size = dtype.itemsize * math.prod(shape)
     if size < SMALL:
         return np.empty(shape, dtype)
     size = -(-size // 4096) * 4096  # nearby sizes share blocks
-    return np.asarray(_Block(shape, dtype, size))
+    return np.asarray(_Block(_pool.take(size) or _fresh(size), shape, dtype, size))

@@ -20,10 +20,7 @@ __all__ = [*elementwise.__all__, *products.__all__, *reductions.__all__, *shapes
 
 # ----------------------------------------------------------------------------- NumPy's protocol
 
-_RECORDED = {
-    getattr(np, name): globals()[name]
-    for name in (set(__all__) & set(dir(np)))
-} | {
+_RECORDED = {getattr(np, name): globals()[name] for name in set(__all__) & set(dir(np))} | {
     np.linalg.norm: reductions.norm, np.amax: reductions.max, np.amin: reductions.min,
     np.float_power: elementwise.power, np.positive: lambda x: x,
 }  # fmt: skip
@@ -80,12 +77,8 @@ class _Members:
     sum, mean, var, std, max, min = sum, mean, var, std, max, min
     clip, ravel, squeeze, dot, take = clip, ravel, squeeze, dot, take
     __neg__, __abs__, __getitem__, __hash__ = negative, absolute, getitem, object.__hash__
-    __lt__, __le__, __eq__ = _compare(np.less), _compare(np.less_equal), _compare(np.equal)
-    __gt__, __ge__, __ne__ = (
-        _compare(np.greater),
-        _compare(np.greater_equal),
-        _compare(np.not_equal),
-    )
+    __lt__, __le__, __eq__ = map(_compare, (np.less, np.less_equal, np.equal))
+    __gt__, __ge__, __ne__ = map(_compare, (np.greater, np.greater_equal, np.not_equal))
 
     def item(self):
         """Return the only element as a Python float; ValueError if there is not just one."""

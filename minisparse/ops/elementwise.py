@@ -313,17 +313,18 @@ def _(g, need, x):
 def _where(x, y, *, condition):
     """Return `x` where the array `condition` holds, else `y`."""
     dtype = np.result_type(x, y)
-    if condition.size < 1 << 15 or dtype.char not in "fd":
+    out = _recycled(dtype, condition, x, y) if dtype.char in "fd" else None
+    if out is None:
         return np.where(condition, x, y)
     # NumPy's where branches: on a random condition it takes several times as long as this.
     bits = np.dtype(f"i{dtype.itemsize}")
     x, y = (np.asarray(a, dtype=dtype).view(bits) for a in (x, y))
-    keep = _recycled(bits, condition, x, y)
+    keep = out.view(bits)
     keep[...] = condition.astype(bool, copy=False)
     np.negative(keep, out=keep)  # all bits or none
     keep &= x ^ y if y.any() else x
     keep ^= y
-    return keep.view(dtype)
+    return out
 
 
 @_where.vjp

@@ -8,9 +8,7 @@ from ..engine import primitive, raw
 from .elementwise import multiply
 from .shapes import fold, reshape, swapped, transpose
 
-__all__ = [
-    "dot", "matmul",
-]  # fmt: skip
+__all__ = ["dot", "matmul"]
 
 
 @primitive

@@ -109,9 +109,8 @@ def logsumexp(x, *, axis=None, keepdims=False):
 @logsumexp.vjp
 def _(g, need, x, out, axis):
     kept = _kept(x.shape, axis)
-    out = _where(
-        0.0, out, condition=out == -np.inf
-    )  # then exp(-inf - 0) = 0: no weight, no gradient
+    # Where it is -inf, exp(-inf - 0) = 0: no weight, no gradient.
+    out = _where(0.0, out, condition=out == -np.inf)
     return reshape(g, shape=kept) * exp(x - reshape(out, shape=kept))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 
@@ -11,20 +12,8 @@ from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
 from ..engine import Tensor, as_operand, primitive, raw
 
 __all__ = [
-    "RowGrad",
-    "broadcast_to",
-    "concatenate",
-    "expand_dims",
-    "getitem",
-    "index_add",
-    "ravel",
-    "reshape",
-    "split",
-    "squeeze",
-    "stack",
-    "take",
-    "take_along_axis",
-    "transpose",
+    "RowGrad", "broadcast_to", "concatenate", "expand_dims", "getitem", "index_add", "ravel",
+    "reshape", "split", "squeeze", "stack", "take", "take_along_axis", "transpose",
 ]  # fmt: skip
 
 
@@ -179,9 +168,8 @@ def split(x, indices_or_sections, axis=0):
 def _basic(key):
     """Tell whether a key picks a view, so that no entry can be named twice."""
     parts = key if isinstance(key, tuple) else (key,)
-    return all(
-        k is None or k is Ellipsis or isinstance(k, (slice, int, np.integer)) for k in parts
-    ) and not any(isinstance(k, bool) for k in parts)
+    views = slice, int, np.integer, type(None), type(...)
+    return all(isinstance(k, views) and not isinstance(k, bool) for k in parts)
 
 
 def _own(key):
@@ -244,13 +232,13 @@ class RowGrad:
     """
 
     def __init__(self, rows, values, shape):
-        self.rows, at = np.unique(indices_of(rows, "RowGrad"), return_inverse=True)
-        if len(self.rows) and not 0 <= self.rows[0] <= self.rows[-1] < shape[0]:
-            raise IndexError(f"RowGrad: rows {self.rows[0]} to {self.rows[-1]} of {shape[0]}")
-        if values.shape != (len(at), *shape[1:]):
-            raise ValueError(f"RowGrad: {len(at)} rows, values of shape {values.shape} for {shape}")
-        self.values = np.zeros_like(values, shape=(len(self.rows), *shape[1:]))
-        np.add.at(self.values, at, values)
+        rows = indices_of(rows, "RowGrad: rows", shape[0])
+        if values.shape != (*rows.shape, *shape[1:]):
+            raise ValueError(f"RowGrad: {rows.size} rows, values of {values.shape} for {shape}")
+        order = np.argsort(rows, kind="stable")
+        rows = rows[order]
+        first = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])[: len(rows)])
+        self.rows, self.values = rows[first], np.add.reduceat(values[order], first, axis=0)
         self.shape, self.dtype = tuple(shape), values.dtype
 
     __array_ufunc__ = None  # array + self comes to __radd__
@@ -266,7 +254,9 @@ class RowGrad:
     __radd__ = __add__
 
     def __mul__(self, number):
-        return RowGrad(self.rows, self.values * self.dtype.type(number), self.shape)
+        scaled = copy.copy(self)
+        scaled.values = self.values * self.dtype.type(number)
+        return scaled
 
     def to_dense(self):
         """Return the whole gradient as an array."""
@@ -302,11 +292,13 @@ def take(x, indices, axis=None):
     return _getitem(x, key=(*lead, indices_of(indices, "take")))
 
 
-def indices_of(indices, name):
-    """Copy integer indices, which the caller may change before the gradient is taken."""
+def indices_of(indices, name, n=None, lowest=0):
+    """Copy integer indices, from `lowest` to n - 1 if n is given: the caller may change his."""
     indices = np.array(indices)
     if indices.dtype.kind not in "iu" and indices.size:
         raise TypeError(f"{name}: indices of dtype {indices.dtype}; it takes integers")
+    if n is not None and indices.size and not lowest <= indices.min() <= indices.max() < n:
+        raise IndexError(f"{name}: from {indices.min()} to {indices.max()}, there are {n}")
     return indices.astype(np.intp, copy=False)
 
 
