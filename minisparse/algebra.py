@@ -44,10 +44,8 @@ def _intersection(p, q):
 
 @primitive
 def _gathered_sum(a, b, *, map_a, map_b):
-    """Return the sum of two gathers, in one array."""
-    out = kernels.gather(a, map_a.index)
-    out += kernels.gather(b, map_b.index)
-    return out
+    """Return the sum of two gathers, in one pass."""
+    return kernels.gather_sum(a, map_a.index, b, map_b.index)
 
 
 @_gathered_sum.vjp

@@ -127,6 +127,17 @@ def test_gather(m, n, based, index, dtype, seed):
     check_same(kernels.gather(x, at, base), reference("gather", x, at, base))
 
 
+@given(
+    st.integers(0, 40), st.tuples(*[st.integers(0, 20)] * 2), *[st.sampled_from(INDEX)] * 2, seeds
+)
+def test_gather_sum(m, sizes, index_a, index_b, seed):
+    a, b = (normal(seed + i, n) for i, n in enumerate(sizes))
+    rng = np.random.default_rng(seed)
+    at_a, at_b = (rng.integers(-2, n, m) for n in sizes)
+    args = a, at_a.astype(index_a), b, at_b.astype(index_b)
+    check_same(kernels.gather_sum(*args), reference("gather_sum", *args))
+
+
 @given(st.integers(0, 40), st.integers(0, 12), st.sampled_from(INDEX), dtypes, seeds)
 @example(0, 3, "int32", "float32", 0)
 def test_segment_sum(m, n, index, dtype, seed):

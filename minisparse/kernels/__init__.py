@@ -83,7 +83,8 @@ def _door(definition):
 
 
 spmm, spmm_vjp, sddmm = map(_door, (reference.spmm, reference.spmm_vjp, reference.sddmm))
-gather, segment_sum = map(_door, (reference.gather, reference.segment_sum))
+gather, gather_sum = map(_door, (reference.gather, reference.gather_sum))
+segment_sum = _door(reference.segment_sum)
 row_max, row_softmax = map(_door, (reference.row_max, reference.row_softmax))
 spgemm, spgemm_dot = map(_door, (reference.spgemm, reference.spgemm_dot))
 sgd, adam, contiguous = map(_door, (reference.sgd, reference.adam, reference.contiguous))

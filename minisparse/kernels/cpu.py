@@ -474,6 +474,17 @@ def _gather(chunk, chunks, out, x, index, base, scatter, ahead):
 
 
 @body
+def _gather_sum(chunk, chunks, out, a, index_a, b, index_b):
+    first, bound = _share(chunk, chunks, len(index_a))
+    none = a.dtype.type(0)
+    out, a, index_a, b, index_b = data(out), data(a), data(index_a), data(b), data(index_b)
+    for e in range(first, bound):
+        i, j = get(index_a, e), get(index_b, e)
+        x, y = get(a, max(i, 0)), get(b, max(j, 0))
+        put(out, e, (x if i >= 0 else none) + (y if j >= 0 else none))
+
+
+@body
 def _segment_sum(chunk, chunks, out, x, ptr, order):
     n, zero = len(ptr) - 1, x.dtype.type(0)
     out, x, ptr, order = data(out), data(x), data(ptr), data(order)
@@ -773,7 +784,7 @@ def _compile(function, signature, **options):
 
 
 _SDDMM, _GATHER, _SEGMENT_SUM, _COPY = map(_Kernel, (_sddmm, _gather, _segment_sum, _copy))
-_ROW_MAX, _ROW_SOFTMAX = map(_Kernel, (_row_max, _row_softmax))
+_ROW_MAX, _ROW_SOFTMAX, _GATHER_SUM = map(_Kernel, (_row_max, _row_softmax, _gather_sum))
 _SPMM, _SPGEMM, _DOT, _SGD = (
     _Kernel(body, written=2) for body in (_spmm, _spgemm, _spgemm_dot, _sgd)
 )
@@ -942,6 +953,17 @@ def gather(x, index, base=None, scatter=False):
     return out
 
 
+def gather_sum(a, index_a, b, index_b):
+    """See reference."""
+    zero = np.zeros(1, a.dtype)
+    a, b = (contiguous(x) if len(x) else zero for x in (a, b))
+    index_a, index_b = contiguous(index_a), contiguous(index_b)
+    out = empty((len(index_a),), a.dtype)
+    key = a.dtype.char + index_a.dtype.char + index_b.dtype.char
+    _GATHER_SUM(key, 64 * len(out), out, a, index_a, b, index_b)
+    return out
+
+
 def segment_sum(x, indptr, order):
     """See reference."""
     x, indptr, order = contiguous(x), contiguous(indptr), contiguous(order)
@@ -1015,6 +1037,7 @@ def warmup(dtypes):
         spmm(plan, row, x)
         sddmm(plan, x, x)
         gather(row, plan.indices)
+        gather_sum(row, plan.indices, row, plan.indices)
         segment_sum(row, plan.indptr, plan.indices)
         row_max(plan, row)
         row_softmax(plan, row)

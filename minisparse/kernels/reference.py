@@ -128,6 +128,26 @@ def gather(x, index, base=None):
 
 
 @np.errstate(all="ignore")
+def gather_sum(a, index_a, b, index_b):
+    """Sum of two gathers: out[e] = a[index_a[e]] + b[index_b[e]], nothing for a negative index.
+
+    Parameters
+    ----------
+    a, b : ndarray of shape (n,), (m,)
+    index_a, index_b : integer ndarray of shape (k,)
+
+    Returns
+    -------
+    ndarray of shape (k,)
+
+    Notes
+    -----
+    O(k). What the sum of two sparse matrices is made of.
+    """
+    return gather(a, index_a) + gather(b, index_b)
+
+
+@np.errstate(all="ignore")
 def segment_sum(x, indptr, order):
     """Sum groups of elements: out[s] = sum of x[order[p]] for p in indptr[s] .. indptr[s + 1] - 1.
 
