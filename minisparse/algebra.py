@@ -60,7 +60,7 @@ def _gathered_product(a, b, map_a, map_b):
     return gather(a, index_map=map_a) * gather(b, index_map=map_b)
 
 
-def _elementwise(name, function, merge, merged):
+def _elementwise(function, merge, merged):
     """Make an operator of two sparse operands.
 
     It is `function` where their patterns are equal; else `merge` gives the pattern of the result
@@ -70,7 +70,7 @@ def _elementwise(name, function, merge, merged):
     def operator(x, y):
         x, y = as_sparse(x, y), as_sparse(y, x)
         if x.shape != y.shape:
-            raise ValueError(f"{name}: shapes {x.shape} and {y.shape} differ")
+            raise ValueError(f"{function.__name__}: shapes {x.shape} and {y.shape} differ")
         if x.pattern == y.pattern:
             return x.with_values(function(x.values, y.values))
         pattern, map_x, map_y = merge(x.pattern, y.pattern)
@@ -80,8 +80,8 @@ def _elementwise(name, function, merge, merged):
     return operator
 
 
-_add = _elementwise("add", ops.add, _union, _gathered_sum)
-_multiply = _elementwise("multiply", ops.multiply, _intersection, _gathered_product)
+_add = _elementwise(ops.add, _union, _gathered_sum)
+_multiply = _elementwise(ops.multiply, _intersection, _gathered_product)
 
 # ------------------------------------------------------------------------------ matrix product
 

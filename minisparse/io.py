@@ -119,8 +119,8 @@ def load(path):
     Raises
     ------
     ValueError
-        If the file is damaged, or not such a file.  Nothing in it is ever executed, and no more is
-        allocated than the file is long.
+        If the file is damaged, or not such a file.  Nothing in it is ever executed, and what is
+        allocated is in proportion to the length of the file.
     OSError
         If it cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Optimizers: each step is one fused pass over a parameter, in place."""
+"""Optimizers, whose step is one fused pass over a parameter in place; clipping; schedules."""
 
 from __future__ import annotations
 

@@ -364,6 +364,7 @@ _OURS = (Tensor, SparseTensor)
 
 
 def is_sparse(x):
+    """Tell whether `x` is a SparseTensor or a SciPy sparse matrix or array."""
     return not isinstance(x, _DENSE) and (isinstance(x, SparseTensor) or sp.issparse(x))
 
 
