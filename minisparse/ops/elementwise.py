@@ -24,9 +24,14 @@ def _recycled(dtype, *xs):
     NumPy's own comes fresh from the system each time, page by page, which takes longer than most of
     the operations here; and it rarely begins at a cache line, as the products like it.
     """
-    large = max(xs, key=np.size)
-    if np.size(large) < 1 << 15 or not all(type(x) in (np.ndarray, float, int) for x in xs):
+    for x in xs:  # in few steps, since most operands are small
+        if type(x) is np.ndarray and x.size >= 1 << 15:
+            break
+    else:
         return None
+    if not all(type(x) in (np.ndarray, float, int) for x in xs):
+        return None
+    large = max(xs, key=np.size)
     shape, dtype = np.broadcast_shapes(*map(np.shape, xs)), dtype or np.result_type(*xs)
     turned = large.shape == shape and large.ndim == 2 and large.strides[0] < large.strides[1]
     return empty(shape[::-1], dtype).T if turned else empty(shape, dtype)
