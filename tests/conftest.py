@@ -16,6 +16,17 @@ settings.register_profile("deep", max_examples=2000, **_common)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--fence", action="store_true", help="guard the memory around all arrays")
+
+
+def pytest_configure(config):
+    if config.getoption("--fence"):
+        from .fence import fence_all
+
+        fence_all()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _compiled():
     ms.warmup()  # no example is slow because a kernel is being compiled

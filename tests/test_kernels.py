@@ -2,6 +2,7 @@
 
 import gc
 import mmap
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -336,6 +337,35 @@ def test_panels(monkeypatch, k, dtype, layout):
     assert len([*cpu._parts(plan, v)]) > 1
     check_same(kernels.spmm(plan, values, v), reference("spmm", plan, values, v))
     check_same(kernels.sddmm(plan, u, v), reference("sddmm", plan, u, v))
+
+
+def test_fence(in_new_process):
+    """What `pytest --fence` relies on: one element out, on either side, ends the process."""
+    in_new_process(
+        """
+import os, signal, numpy as np
+from minisparse.kernels import cpu
+import fence
+
+@cpu.body
+def copy_one(chunk, chunks, out, x, i):
+    cpu.put(cpu.data(out), 0, cpu.get(cpu.data(x), i))
+
+kernel = cpu._Kernel(copy_one)
+fence.fence_all()
+for i in (0, 7, 8, -1):
+    out, pid = np.zeros(1), os.fork()
+    if not pid:
+        kernel("d", 0, out, np.arange(8.0), i)
+        os._exit(int(out[0] != i))
+    status = os.waitpid(pid, 0)[1]
+    if 0 <= i < 8:
+        assert status == 0
+    else:
+        assert os.WTERMSIG(status) in (signal.SIGSEGV, signal.SIGBUS)
+""",
+        PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+    )
 
 
 def test_offsets_in_64_bits():

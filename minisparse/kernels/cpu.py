@@ -717,7 +717,7 @@ class _Kernel:
     """
 
     def __init__(self, body, written=1):
-        self.body, self.written = body.py_func, written
+        self.body, self.written = getattr(body, "py_func", body), written
         self.serial, self.parallel = {}, {}
         _kernels.append(self)
 
