@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import numba
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -25,6 +26,14 @@ def pytest_configure(config):
         from .fence import fence_all
 
         fence_all()
+
+
+def pytest_collection_modifyitems(items):
+    if numba.config.DISABLE_JIT:
+        skip = pytest.mark.skip(reason="with NUMBA_DISABLE_JIT there are no compiled kernels")
+        for item in items:
+            if item.get_closest_marker("compiled"):
+                item.add_marker(skip)
 
 
 @pytest.fixture(scope="session", autouse=True)

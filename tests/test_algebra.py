@@ -298,6 +298,7 @@ def test_self_product_leaves_no_cycle():
         gc.enable()
 
 
+@pytest.mark.compiled
 def test_a_stream_of_constant_patterns_leaves_memory_flat(in_new_process):
     """Each meets the parameter once; what was derived for the two goes with it."""
     printed = in_new_process(
@@ -411,6 +412,7 @@ def test_pairs_leave_nothing_behind():
     assert (len(weakref.finalize._registry), weakref.getweakrefcount(W.pattern)) == before
 
 
+@pytest.mark.compiled
 def test_a_giant_row_among_threads():
     """What is derived for the kernels is seen by other threads when it is complete."""
     n = 200_000
@@ -483,6 +485,7 @@ def test_wide_indices():
     np.testing.assert_array_equal(S.row_max().data, ms.SparseTensor.from_scipy(A).row_max().data)
 
 
+@pytest.mark.compiled
 def test_memory_of_an_attention_layer(in_new_process):
     """No array of nnz × k: forward and backward of 1 M edges stay near a few vectors of edges."""
     printed = in_new_process(

@@ -9,6 +9,7 @@ import minisparse as ms
 from benchmarks import crossover, gather, harness, kernels, latency, peers, scaling, steps
 from benchmarks.workloads import VARIANTS, WORKLOADS, Workload, layer_of, read, write
 
+pytestmark = pytest.mark.compiled
 OURS = [peers.Minisparse, peers.SciPy]
 SHAPES = [
     Workload("small", (30, 20), 4, 6),

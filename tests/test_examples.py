@@ -10,6 +10,7 @@ import pytest
 
 import minisparse as ms
 
+pytestmark = pytest.mark.compiled
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 # name: (arguments that make it small, packages it needs, the picture it draws)

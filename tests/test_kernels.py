@@ -17,6 +17,7 @@ import minisparse
 from minisparse import kernels
 from minisparse.kernels import cpu, memory
 
+pytestmark = pytest.mark.compiled
 DTYPES = ["float32", "float64"]
 INDEX = ["int32", "int64"]
 WIDTHS = [0, 1, 2, 7, 16, 17, 64, 100]

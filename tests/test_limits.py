@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+pytestmark = pytest.mark.compiled
+
 PEAK = r"""
 import re
 import numpy as np
