@@ -89,6 +89,7 @@ def names(monkeypatch):
     course.plt.close("all")
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_chapter_as_it_stands(chapter, names):
     for cell in cells(chapter):
@@ -96,6 +97,7 @@ def test_chapter_as_it_stands(chapter, names):
         assert not cell.has("check") or re.fullmatch(r"exercise \d\.\d: not yet\n", printed)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_checks_accept_the_solutions_and_refuse_wrong_ones(chapter, names):
     right, exercise = solutions(chapter), None
