@@ -47,6 +47,11 @@ class no_grad(contextlib.ContextDecorator):  # noqa: N801 - a function to its us
     The state belongs to the running thread and async task; leaving restores what was there before,
     also by an exception.  Inside, ``t += a`` and ``t[...] = a`` change a Tensor in place.
 
+    Notes
+    -----
+    One thing can prevent the restoring, as it can for every context manager written in Python:
+    control-C at the very moment of leaving.  :func:`is_grad_enabled` tells.
+
     Examples
     --------
     >>> import minisparse as ms
@@ -201,14 +206,15 @@ class Tensor(_Base):
         """
         if not self._requires_grad:
             raise RuntimeError("backward: this Tensor does not require grad")
-        edge = self._node or self
-        leaves, owned = _walk(edge, _seed(self, gradient, "gradient"), None, False, retain_graph)
+        leaves, owned = _walk(self, _seed(self, gradient, "gradient"), None, False, retain_graph)
         for leaf, g in leaves.items():
             if leaf._grad is not None:
                 g = leaf._grad + g
             elif leaf not in owned and type(g) is np.ndarray:
                 g = g.copy()
-            leaf._grad = np.asarray(g) if isinstance(g, np.generic) else g
+            leaves[leaf] = np.asarray(g) if isinstance(g, np.generic) else g
+        # One call, so that what interrupts it leaves all of them or none.
+        list(map(setattr, leaves, itertools.repeat("_grad"), leaves.values()))
 
 
 def tensor(data, *, requires_grad=False, dtype=None) -> Tensor:
@@ -513,8 +519,7 @@ def grad(output, inputs, grad_output=None, *, create_graph=False, retain_graph=N
     seed = _seed(output, grad_output, "grad_output", create_graph)
     if output._requires_grad:
         retain = create_graph if retain_graph is None else retain_graph
-        root = output._node or output
-        found, owned = _walk(root, seed, set(edges), create_graph, retain)
+        found, owned = _walk(output, seed, set(edges), create_graph, retain)
 
     def result(t, edge):
         g = found[edge] if edge in found else np.zeros_like(t._array)
@@ -544,50 +549,54 @@ def _seed(output, gradient, name, create_graph=False):
     return gradient if create_graph else gradient._array
 
 
-def _walk(root, seed, targets, create_graph, retain):
+def _walk(output, *args):
+    """Run the rules in a context of their own: whatever interrupts them, grad mode is as it was."""
+    return contextvars.copy_context().run(_run_rules, output._node or output, *args)
+
+
+def _run_rules(root, seed, targets, create_graph, retain):
     """Run the rules from `root` down, newest node first.
 
     Returns the gradients at the leaves and `targets`, and the edges whose array was made here and
     is seen by nobody else.  Nothing outside is changed, except that nodes which ran are freed
     unless `retain`.
     """
+    _mode.set((create_graph, None))
     grads, owned = {root: seed}, set()
-    expected = Tensor if create_graph else np.ndarray
-    with enable_grad() if create_graph else no_grad():
-        for node, need in _plan(root, targets):
-            g = grads.pop(node, None)
-            if g is None:
+    for node, need in _plan(root, targets):
+        g = grads.pop(node, None)
+        if g is None:
+            continue
+        if targets is not None and node in targets:
+            grads[node] = g
+        saved = _as_tensors(node) if create_graph else node.saved
+        try:
+            results = node.op.rule(g, need, *saved)
+        except Exception as error:
+            error.add_note(f"(while running the gradient rule of {node.op.name})")
+            raise
+        results = results if type(results) is tuple else (results,)
+        if len(results) != len(need):
+            wrong = f"{len(results)} gradients for {len(need)} operands"
+            raise RuntimeError(f"the rule of {node.op.name} returned {wrong}")
+        for edge, needed, r in zip(node.parents, need, results, strict=True):
+            if not needed or r is None:
                 continue
-            if targets is not None and node in targets:
-                grads[node] = g
-            saved = _as_tensors(node) if create_graph else node.saved
-            try:
-                results = node.op.rule(g, need, *saved)
-            except Exception as error:
-                error.add_note(f"(while running the gradient rule of {node.op.name})")
-                raise
-            results = results if type(results) is tuple else (results,)
-            if len(results) != len(need):
-                wrong = f"{len(results)} gradients for {len(need)} operands"
-                raise RuntimeError(f"the rule of {node.op.name} returned {wrong}")
-            for edge, needed, r in zip(node.parents, need, results, strict=True):
-                if not needed or r is None:
-                    continue
-                if type(r) is not expected or r.shape != edge.shape or r.dtype != edge.dtype:
-                    r = _checked(r, edge, node.op.name)
-                old = grads.get(edge)
-                if old is None:
-                    grads[edge] = r
-                    if type(edge) is Tensor and _is_new(r, g, saved, results):
-                        owned.add(edge)
-                elif edge in owned and type(old) is type(r) is np.ndarray:
-                    np.add(old, r, out=old)
-                else:
-                    total = old + r
-                    grads[edge] = np.asarray(total) if isinstance(total, np.generic) else total
+            if type(r) is not type(g) or r.shape != edge.shape or r.dtype != edge.dtype:
+                r = _checked(r, edge, node.op.name)
+            old = grads.get(edge)
+            if old is None:
+                grads[edge] = r
+                if type(edge) is Tensor and _is_new(r, g, saved, results):
                     owned.add(edge)
-            if not retain and node.guards:  # what keeps no operand stays, and can be walked again
-                node.saved = _FREED
+            elif edge in owned and type(old) is type(r) is np.ndarray:
+                np.add(old, r, out=old)
+            else:
+                total = old + r
+                grads[edge] = np.asarray(total) if isinstance(total, np.generic) else total
+                owned.add(edge)
+        if not retain and node.guards:  # what keeps no operand stays, and can be walked again
+            node.saved = _FREED
     return grads, owned
 
 

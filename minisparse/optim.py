@@ -98,6 +98,11 @@ class Optimizer:
         ValueError
             If an option is out of range, or a parameter of a group with weight decay has a
             row-sparse gradient: its other rows would have to decay too.  Nothing has changed then.
+
+        Notes
+        -----
+        Whatever interrupts it, control-C above all, each parameter has been updated with all of its
+        state or not at all; those that stand first in the list may have been, and others not.
         """
         for group in self.param_groups:
             self._check(group)
@@ -110,22 +115,21 @@ class Optimizer:
                     continue
                 p._version[0] += 1
                 g, state = p.grad, self._state_of(p, group)
-                if not hasattr(g, "rows"):
-                    g = g.to_dense() if hasattr(g, "to_dense") else g
-                    array = kernels.contiguous(p._array)
-                    self._update(array, g, state, group)
-                    if array is not p._array:
-                        p._array[...] = array
+                rows, values = getattr(g, "rows", ...), getattr(g, "values", g)
+                values = values.to_dense() if hasattr(values, "to_dense") else values
+                if rows is ... and kernels.contiguous(p._array) is p._array:
+                    self._update(p._array, values, state, group)
                     continue
-                parts = {k: v[g.rows] if isinstance(v, np.ndarray) else v for k, v in state.items()}
-                array = p._array[g.rows]
-                self._update(array, g.values, parts, group)
-                p._array[g.rows] = array
-                for key, part in parts.items():
-                    if isinstance(part, np.ndarray):
-                        state[key][g.rows] = part
-                    else:
-                        state[key] = part
+                # On copies, which are written back: what interrupts that has it done once more.
+                whole = {"": p._array, **state}
+                at = {key: ... if key == "step" else rows for key in whole}
+                parts = {k: a.copy() if at[k] is ... else a[rows] for k, a in whole.items()}
+                self._update(parts[""], values, parts, group)
+                try:
+                    _write(whole, at, parts)
+                except BaseException:
+                    _write(whole, at, parts)
+                    raise
 
     def zero_grad(self):
         """Set the gradient of every parameter to None."""
@@ -168,15 +172,20 @@ class Optimizer:
             if fresh is None or set(fresh) != set(given):
                 raise ValueError(f"{name}: there is no parameter {i} with state {sorted(given)}")
             for key, start in fresh.items():
-                value, like = np.asarray(given[key]), np.asarray(start)
+                value, like = np.asarray(given[key]), start[0] if key == "step" else start
                 if value.shape != like.shape or value.dtype.kind != like.dtype.kind:
                     wrong = f"{value.dtype} of shape {value.shape}, not {like.dtype} {like.shape}"
                     raise ValueError(f"{name}: {key} of parameter {i} is {wrong}")
-                fresh[key] = value.item() if key == "step" else value.astype(like.dtype, order="C")
+                fresh[key] = value.reshape(start.shape).astype(start.dtype, order="C")
             if fresh.get("step", 0) < 0:
                 raise ValueError(f"{name}: step of parameter {i} is {fresh['step']}")
             loaded[leaves[i]] = fresh
         self.param_groups, self._state = groups, loaded
+
+
+def _write(whole, at, parts):
+    for key, array in whole.items():
+        array[at[key]] = parts[key]
 
 
 def _zeros(p):
@@ -201,12 +210,13 @@ def _options(entries):
 
 
 def _copied(entries):
-    """Copy numbers, and arrays and tuples as arrays."""
-    return {
+    """Copy numbers, and arrays and tuples as arrays; the array of one step is a number."""
+    copies = {
         key: np.array(value) if isinstance(value, (tuple, np.ndarray)) else value
         for key, value in entries.items()
         if key != "params"
     }
+    return {**copies, "step": copies["step"].item()} if "step" in copies else copies
 
 
 class SGD(Optimizer):
@@ -301,10 +311,9 @@ class Adam(Optimizer):
             raise ValueError(f"{type(self).__name__}: betas={betas} must be two numbers in [0, 1)")
 
     def _new_state(self, p, zeros):
-        return {"step": 0, "mean": zeros(p), "mean_square": zeros(p)}
+        return {"step": np.zeros(1, np.int64), "mean": zeros(p), "mean_square": zeros(p)}
 
     def _update(self, array, g, state, group):
-        state["step"] += 1
         lr, betas, eps, decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
         step, mean, square = state["step"], state["mean"], state["mean_square"]
         kernels.adam(array, g, mean, square, step, lr, *betas, eps, decay, self._decoupled)

@@ -189,18 +189,20 @@ def test_adam(dtype, shape, weight_decay, decoupled):
     theirs = [a.copy() for a in ours]
     for (p, g, m, v), on in ((ours, "cpu"), (theirs, "reference")):
         with kernels.backend(on):
+            n = np.zeros(1, np.int64)
             for step in (1, 2, 3):
-                kernels.adam(p, g, m, v, step, 0.01, 0.9, 0.999, 1e-8, weight_decay, decoupled)
+                kernels.adam(p, g, m, v, n, 0.01, 0.9, 0.999, 1e-8, weight_decay, decoupled)
+                assert n == step
     for a, b in zip(ours, theirs, strict=True):
         check_same(a, b)
 
 
 def test_adam_moments_decay():
     """CASES 41: gradients 1 and 0: the second step is about 0.670 lr."""
-    p, m, v = np.zeros(1), np.zeros(1), np.zeros(1)
-    kernels.adam(p, np.ones(1), m, v, 1, 0.1, 0.9, 0.999, 1e-8)
+    p, m, v, n = np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1, np.int64)
+    kernels.adam(p, np.ones(1), m, v, n, 0.1, 0.9, 0.999, 1e-8)
     first = p.copy()
-    kernels.adam(p, np.zeros(1), m, v, 2, 0.1, 0.9, 0.999, 1e-8)
+    kernels.adam(p, np.zeros(1), m, v, n, 0.1, 0.9, 0.999, 1e-8)
     np.testing.assert_allclose((first - p) / 0.1, 0.670, atol=5e-4)
 
 
@@ -433,7 +435,7 @@ def test_bitwise_for_every_thread_count(monkeypatch, threads, dtype, index):
 
     def everything():
         p, m, v = u.copy(), np.zeros_like(u), np.zeros_like(u)
-        kernels.adam(p, u, m, v, 1, 0.1, 0.9, 0.99, 1e-8)
+        kernels.adam(p, u, m, v, np.zeros(1, np.int64), 0.1, 0.9, 0.99, 1e-8)
         kernels.sgd(p, u, m, 0.1, 0.9, True, 0.01)
         return [
             *(kernels.spmm(plan, values, x[:, :k]) for k in (1, 7, 64, 100)),
@@ -657,10 +659,11 @@ def test_idle_memory_is_bounded(pool, monkeypatch):
 def test_pool_is_never_waited_for(pool):
     """As when the garbage collector drops a block in the middle of the pool's own code."""
     a = kernels.empty(50_000, np.float64)
-    with pool.lock:
-        del a
-        b = kernels.empty(50_000, np.float64)
-        b[...] = 0
+    turn = pool.turn.pop()
+    del a
+    b = kernels.empty(50_000, np.float64)
+    b[...] = 0
+    pool.turn.append(turn)
     assert pool.idle_bytes == 0
 
 
@@ -845,7 +848,7 @@ if __name__ == "__main__":
 
 
 def test_memory_at_fork_and_exit(in_new_process):
-    """A lock held at the fork is not held in the child; blocks alive at exit do no harm."""
+    """A turn taken at the fork is free in the child; blocks alive at exit do no harm."""
     out = in_new_process("""
 import os, sys
 import numpy as np
@@ -854,12 +857,13 @@ from minisparse.kernels import cpu, memory
 kept = kernels.empty(10**5, np.float64)
 loop = [kernels.empty(10**5, np.float64)]
 loop.append(loop)
-with memory._pool.lock:
-    pid = os.fork()
-    if pid == 0:
-        a = kernels.empty(10**5, np.float32)
-        del a
-        os._exit(memory._pool.idle_bytes == 0)
+memory._pool.turn.pop()
+pid = os.fork()
+if pid == 0:
+    a = kernels.empty(10**5, np.float32)
+    del a
+    os._exit(memory._pool.idle_bytes == 0)
+memory._pool.turn.append(None)
 assert os.waitpid(pid, 0)[1] == 0
 sys.modules["kept"] = kept
 sys.stderr = sys.stdout

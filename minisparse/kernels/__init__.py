@@ -105,11 +105,12 @@ def backend(name):
     """
     if name not in ("cpu", "reference"):
         raise ValueError(f"backend: {name!r} is unknown; use 'cpu' or 'reference'")
-    token = _backend.set(name)
+    before = _backend.get()
     try:
+        _backend.set(name)
         yield
     finally:
-        _backend.reset(token)
+        _backend.set(before)
 
 
 def get_num_threads():

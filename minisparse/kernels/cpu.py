@@ -12,7 +12,6 @@ cached, and would not notice a change in a helper elsewhere.
 import contextlib
 import multiprocessing
 import os
-import threading
 from pathlib import Path
 
 import numba
@@ -612,9 +611,11 @@ def _sgd(chunk, chunks, p, buf, g, lr, momentum, weight_decay, nesterov):
 
 
 @body
-def _adam(chunk, chunks, p, m, v, g, beta2, from_g, from_g2, size, root, eps, decay, keep):
+def _adam(chunk, chunks, p, m, v, n, g, step, beta2, from_g, from_g2, size, root, eps, decay, keep):
     start, end = _share(chunk, chunks, len(p))
-    p, m, v, g = data(p), data(m), data(v), data(g)
+    p, m, v, n, g = data(p), data(m), data(v), data(n), data(g)
+    if chunk == 0:
+        put(n, 0, step)
     for e in range(start, end):
         w, d = get(p, e) * keep, get(g, e)
         if decay != 0:
@@ -681,7 +682,7 @@ CHUNK_WORK = 1 << 18
 
 MAX_CHUNKS = 1024
 
-_busy = threading.Lock()
+_turn = [None]  # empty while a thread is inside; no lock, for the reason given in memory.py
 # Whether this process was forked from one that had launched Numba's threads; perhaps before this
 # module was imported, by multiprocessing.
 _forked = numba_parallel._is_initialized and multiprocessing.parent_process() is not None
@@ -689,8 +690,8 @@ _forked = numba_parallel._is_initialized and multiprocessing.parent_process() is
 
 def _after_fork_in_child():
     """Numba's threads do not survive a fork, and its layers do not know how to start anew."""
-    global _busy, _forked
-    _busy = threading.Lock()
+    global _turn, _forked
+    _turn = [None]
     _forked = _forked or numba_parallel._is_initialized
     global_compiler_lock.release()
 
@@ -727,8 +728,12 @@ class _Kernel:
         if work > PARALLEL_WORK and not _forked and get_num_threads() > 1:
             # Numba's layers abort or oversubscribe when two threads enter them at once: who
             # finds one inside goes alone.
-            busy = _busy
-            if busy.acquire(blocking=False):
+            turn = _turn
+            try:
+                del turn[0]
+            except IndexError:
+                pass
+            else:
                 try:
                     kernel, address = self.parallel.get(key) or self.compile_parallel(key)
                     chunks = min(int(work) // CHUNK_WORK + 1, most)
@@ -736,7 +741,7 @@ class _Kernel:
                     kernel(tasks, chunks // tasks * tasks, address, args)
                     return
                 finally:
-                    busy.release()
+                    turn.append(None)
         kernel(0, 1, *args)
 
     def compile(self, key, args):
@@ -788,7 +793,7 @@ _ROW_MAX, _ROW_SOFTMAX, _GATHER_SUM = map(_Kernel, (_row_max, _row_softmax, _gat
 _SPMM, _SPGEMM, _DOT, _SGD = (
     _Kernel(body, written=2) for body in (_spmm, _spgemm, _spgemm_dot, _sgd)
 )
-_ADAM = _Kernel(_adam, written=3)
+_ADAM = _Kernel(_adam, written=4)
 
 # ---------------------------------------------------------------------------------------------
 # The doors
@@ -1021,11 +1026,12 @@ def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0):
     _SGD(p.dtype.char, 8 * p.size, p, buf, g, *scalars)
 
 
-def adam(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False):
+def adam(p, g, m, v, n, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False):
     """See reference."""
+    step = int(n[0]) + 1
     scalars = adam_scalars(p.dtype.type, step, lr, beta1, beta2, eps, weight_decay, decoupled)
-    arrays = p.reshape(-1), m.reshape(-1), v.reshape(-1), contiguous(g).reshape(-1)
-    _ADAM(p.dtype.char, 16 * p.size, *arrays, *scalars)
+    arrays = p.reshape(-1), m.reshape(-1), v.reshape(-1), n, contiguous(g).reshape(-1)
+    _ADAM(p.dtype.char, 16 * p.size, *arrays, step, *scalars)
 
 
 def warmup(dtypes):
@@ -1044,7 +1050,7 @@ def warmup(dtypes):
         spgemm(plan, plan, plan, row, row)
         spgemm_dot(plan, plan, plan, row, row)
         sgd(row, row.copy(), None, 0.1)
-        adam(row, row.copy(), row.copy(), row.copy(), 1, 0.1, 0.9, 0.99, 1e-8)
+        adam(row, row.copy(), row.copy(), row.copy(), np.zeros(1, np.int64), 0.1, 0.9, 0.99, 1e-8)
         contiguous(np.ones((64, 65), dtype).T)
     if not _forked:
         for kernel in _kernels:

@@ -7,7 +7,7 @@ twice. Both costs are paid once per training run here instead of once per call.
 
 import math
 import os
-import threading
+from collections import OrderedDict
 
 import numpy as np
 
@@ -20,50 +20,67 @@ SMALL = 1 << 15
 MAX_IDLE_BYTES = 1 << 29
 """Idle blocks beyond this many bytes are given back to the system, the oldest first."""
 
+MAX_IDLE_SIZES = 1 << 10
+"""Blocks of so many different sizes are kept at most."""
+
 
 class _Pool:
     """Idle blocks by size.
 
     Every method may be interrupted by another thread or by the garbage collector, which may run
-    ``_Block.__del__`` (hence ``put``) in the middle of ``take``. So the lock is only ever tried:
-    who does not get it goes without the pool, which costs an allocation and nothing else.
+    ``_Block.__del__`` (hence ``put``) in the middle of ``take``. So nobody waits for his turn: who
+    does not get it goes without the pool, which costs an allocation and nothing else.
+
+    It may also be interrupted by a signal, after any call. So the turn is no lock: one that has
+    just been acquired would be lost before ``try``. And the two that must agree, the blocks and
+    how many bytes they are, change with no call in between.
     """
 
     def __init__(self):
         self.clear()
 
     def clear(self):
-        """Forget every idle block, and any lock held by a thread that a fork left behind."""
-        self.lock = threading.Lock()
-        self.idle = {}  # size -> blocks; the size used longest ago comes first
+        """Forget every idle block, and whose turn it is: a thread that a fork left behind."""
+        self.turn = [None]  # empty while somebody is inside
+        self.idle = OrderedDict()  # size -> blocks; the size used longest ago comes first
         self.idle_bytes = 0
 
     def take(self, size):
         """Return an idle block of exactly `size` bytes, or None."""
-        if self.lock.acquire(blocking=False):
-            try:
-                if self.idle.get(size):
-                    self.idle_bytes -= size
-                    return self.idle[size].pop()
-            finally:
-                self.lock.release()
+        try:
+            del self.turn[0]
+        except IndexError:
+            return None
+        try:
+            blocks = self.idle.get(size)
+            if blocks:
+                self.idle_bytes -= size
+                return blocks.pop()
+        finally:
+            self.turn.append(None)
 
     def put(self, size, block):
         """Keep `block` for later, dropping the oldest ones where they are too many."""
-        if size <= MAX_IDLE_BYTES and self.lock.acquire(blocking=False):
-            try:
-                self.idle[size] = blocks = self.idle.pop(size, [])  # now the last of the sizes
-                blocks.append(block)
-                self.idle_bytes += size
-                while self.idle_bytes > MAX_IDLE_BYTES:
-                    oldest = next(iter(self.idle))
-                    if self.idle[oldest]:
-                        del self.idle[oldest][0]
-                        self.idle_bytes -= oldest
-                    else:
-                        del self.idle[oldest]
-            finally:
-                self.lock.release()
+        if size > MAX_IDLE_BYTES:
+            return
+        try:
+            del self.turn[0]
+        except IndexError:
+            return
+        try:
+            blocks = self.idle.setdefault(size, [])
+            self.idle.move_to_end(size)
+            self.idle_bytes += size
+            blocks.append(block)
+            while self.idle_bytes > MAX_IDLE_BYTES or len(self.idle) > MAX_IDLE_SIZES:
+                oldest = next(iter(self.idle))
+                if self.idle[oldest]:
+                    self.idle_bytes -= oldest
+                    del self.idle[oldest][0]
+                else:
+                    del self.idle[oldest]
+        finally:
+            self.turn.append(None)
 
 
 _pool = _Pool()
@@ -82,7 +99,8 @@ class _Block:
         self.__array_interface__ = interface
 
     def __del__(self):
-        self._put(self._size, self._block)
+        if hasattr(self, "_put"):  # else a signal came while it was being made
+            self._put(self._size, self._block)
 
 
 def _fresh(size):

@@ -346,7 +346,7 @@ def adam_scalars(scalar, step, lr, beta1, beta2, eps, weight_decay, decoupled):
     return map(scalar, (beta2, 1 - beta1, 1 - beta2, size, root, eps, decay, keep))
 
 
-def adam(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False):
+def adam(p, g, m, v, n, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False):
     """One step of Adam (AdamW where `decoupled`), in place.
 
     Parameters
@@ -357,8 +357,9 @@ def adam(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=Fa
         The gradient.
     m, v : ndarray like p
         Running means of the gradient and of its square, changed in place.
-    step : int
-        1 in the first step.
+    n : int64 ndarray of shape (1,)
+        How many steps were taken before; raised by one, by the same code that changes the others:
+        whatever interrupts a step, either all of them have changed or none.
     lr, beta1, beta2, eps, weight_decay : float
     decoupled : bool
         False: weight_decay p is added to the gradient. True: p is first scaled by
@@ -366,7 +367,7 @@ def adam(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=Fa
 
     Notes
     -----
-    m += (1 - beta1) (g - m); v = beta2 v + (1 - beta2) g²;
+    With step = n + 1: m += (1 - beta1) (g - m); v = beta2 v + (1 - beta2) g²;
     p -= lr / (1 - beta1**step) · m / (sqrt(v) / sqrt(1 - beta2**step) + eps). O(size).
 
     References
@@ -374,6 +375,8 @@ def adam(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=Fa
     Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015. Loshchilov and Hutter,
     "Decoupled weight decay regularization", ICLR 2019.
     """
+    n += 1
+    step = int(n[0])
     scalars = adam_scalars(p.dtype.type, step, lr, beta1, beta2, eps, weight_decay, decoupled)
     beta2, from_g, from_g2, size, root, eps, decay, keep = scalars
     for at in np.ndindex(p.shape):
