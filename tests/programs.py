@@ -246,6 +246,11 @@ class Program:
             return None
         return self.keep(name, *drawn, exact=name in MOVES)
 
+    @property
+    def largest(self):
+        """The largest number there is, 1 at least."""
+        return max([1.0, *(np.max(np.abs(plain(v)), initial=0) for v in self.values)])
+
     def at(self, i):
         """Return the interpreter's value of an operand; None of one that could not be made."""
         return None if i is None else self.values[i]

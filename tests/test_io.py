@@ -227,9 +227,9 @@ def test_forged_files_allocate_nothing_and_run_nothing(tmp_path):
         ms.load(path)
 
 
-@pytest.mark.parametrize("claim", [2**31 - 2, 2**32 - 2, 200])
+@pytest.mark.parametrize("claim", [2**31 - 2, 2**32 - 2, 1000])
 def test_sizes_are_not_believed(tmp_path, claim):
-    """Members that claim gigabytes, or, each of them, the rest of the file."""
+    """Members that claim gigabytes, or all together more than the file."""
     path = tmp_path / "s"
     ms.save(path, {str(i): np.arange(4.0) for i in range(20)})
     data = bytearray(path.read_bytes())
@@ -239,7 +239,7 @@ def test_sizes_are_not_believed(tmp_path, claim):
         at = data.find(b"PK\1\2", at + 1)
     path.write_bytes(data)
     tracemalloc.start()
-    with pytest.raises(ValueError, match="claim more than is there" if claim > 1e9 else "damaged"):
+    with pytest.raises(ValueError, match="claim more than is there"):
         ms.load(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
