@@ -127,8 +127,10 @@ def load(path):
     with open(path, "rb") as file:
         try:
             with zipfile.ZipFile(file) as archive:
-                if any(m.file_size != m.compress_size for m in archive.infolist()):
-                    raise ValueError("a member is compressed")
+                sizes = [(m.file_size, m.compress_size) for m in archive.infolist()]
+                length = os.fstat(file.fileno()).st_size
+                if any(a != b for a, b in sizes) or sum(a for a, _ in sizes) > length:
+                    raise ValueError("a member is compressed, or they claim more than is there")
                 tree = json.loads(archive.read("tree"))
                 if tree["format"] != _FORMAT or not isinstance(tree["state"]["dict"], dict):
                     raise ValueError(f"its format is {tree['format']!r}")
@@ -141,7 +143,7 @@ def load(path):
 
 def _unpacked(value, archive, patterns, unread):
     """Return what `value` stands for; each member is read once, so that no file grows in memory."""
-    if not isinstance(value, dict):
+    if not isinstance(value, (dict, list)):  # a list is nothing that `save` writes
         return value
     ((kind, content),) = value.items()
     if kind == "dict":

@@ -1,6 +1,7 @@
-"""Hypothesis profiles, compilation before the first example, and running code in a new process."""
+"""Hypothesis profiles and counts, compilation beforehand, and running code in a new process."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -13,8 +14,29 @@ import minisparse as ms
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=50, **_common)
 settings.register_profile("ci", max_examples=50, derandomize=True, print_blob=True, **_common)
-settings.register_profile("deep", max_examples=2000, **_common)
-settings.load_profile("ci" if os.environ.get("CI") else "dev")
+settings.register_profile("deep", max_examples=int(os.environ.get("DEEP", 1000)), **_common)
+
+
+def pytest_configure(config):
+    if not config.getoption("--hypothesis-profile"):  # which Hypothesis loads itself
+        settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Note how many inputs Hypothesis tried in a test; one that counts by itself records them."""
+    report = yield
+    told = re.findall(r"(\d+) passing", getattr(item, "hypothesis_statistics", ""))
+    if told and call.when == "call":
+        report.user_properties.append(("inputs", sum(map(int, told))))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter):
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.getreports(kind)]
+    counts = [n for r in reports if r.when == "call" for k, n in r.user_properties if k == "inputs"]
+    if counts:
+        terminalreporter.line(f"{sum(counts):,} inputs tried in {len(counts)} property tests")
 
 
 def pytest_addoption(parser):

@@ -3,6 +3,8 @@
 import copy
 import json
 import pickle
+import struct
+import tracemalloc
 import zipfile
 
 import numpy as np
@@ -210,6 +212,7 @@ def test_forged_files_allocate_nothing_and_run_nothing(tmp_path):
         {"dict": {"x": {"class": "os"}}},
         {"dict": {"x": {"pattern": {"shape": [2, 2]}}}},
         {"dict": 3},
+        {"dict": {"x": [{"array": "0"}]}},
         [],
     ):
         forged(path, {"format": "minisparse 1", "state": state})
@@ -222,6 +225,25 @@ def test_forged_files_allocate_nothing_and_run_nothing(tmp_path):
     forged(path, {"format": "minisparse 9", "state": {"dict": {}}})
     with pytest.raises(ValueError, match="minisparse 9"):
         ms.load(path)
+
+
+@pytest.mark.parametrize("claim", [2**31 - 2, 2**32 - 2, 1000])
+def test_sizes_are_not_believed(tmp_path, claim):
+    """Members that claim gigabytes, or all together more than the file."""
+    path = tmp_path / "s"
+    ms.save(path, {str(i): np.arange(4.0) for i in range(20)})
+    data = bytearray(path.read_bytes())
+    at = data.find(b"PK\1\2")
+    while at >= 0:
+        data[at + 20 : at + 28] = struct.pack("<II", claim, claim)
+        at = data.find(b"PK\1\2", at + 1)
+    path.write_bytes(data)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="claim more than is there"):
+        ms.load(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 500_000
 
 
 def test_killed_in_the_middle(tmp_path, in_new_process):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ..engine import primitive, raw
@@ -51,4 +53,4 @@ def dot(x, y):
     last, n = len(y_shape) - 2, y_shape[-2]
     rest = y_shape[:last] + y_shape[last + 1 :]
     flat = transpose(y, axes=(last, *range(last), last + 1))
-    return reshape(matmul(x, reshape(flat, shape=(n, -1))), shape=x_shape[:-1] + rest)
+    return reshape(matmul(x, reshape(flat, shape=(n, math.prod(rest)))), shape=x_shape[:-1] + rest)

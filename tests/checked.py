@@ -1,0 +1,242 @@
+"""The compiled kernels with every access checked, and structures to run them on.
+
+For a process of its own: see test_fuzz.py.
+
+The kernels reach memory through bare addresses, which Numba's own bounds checking does not see.
+`install` replaces their vocabulary before anything is compiled: what was an address becomes an
+address with the range of offsets that the array has, and who leaves it gets an IndexError.
+"""
+
+import itertools
+
+import numba
+import numpy as np
+import scipy.sparse as sp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import minisparse as ms
+from minisparse import testing as mt
+from minisparse.kernels import Plan, cpu
+
+from .test_properties import is_canonical, structures
+
+CHUNKS = 3  # each kernel does its work in so many, one after the other
+
+
+def install():
+    """Check every access from now on."""
+    data, get, load, put, transpose = cpu.data, cpu.get, cpu.load, cpu.put, cpu.transpose
+    check = numba.njit("void(int64, int64, int64, int64)", error_model="numpy", nogil=True)(_check)
+
+    @numba.njit
+    def checked_data(array):
+        low = high = np.int64(0)
+        for n, step in zip(array.shape, array.strides):  # noqa: B905 - Numba knows no strict
+            if n > 0 and step < 0:
+                low += (n - 1) * (step // array.itemsize)
+            elif n > 0:
+                high += (n - 1) * (step // array.itemsize)
+        return data(array), low, high + 1 if array.size else low
+
+    @numba.njit
+    def checked_get(array, i):
+        check(i, 1, array[1], array[2])
+        return get(array[0], np.int64(i))
+
+    @numba.njit
+    def checked_load(like, array, i):
+        check(i, cpu.width(like), array[1], array[2])
+        return load(like, array[0], np.int64(i))
+
+    @numba.njit
+    def checked_put(array, i, value):
+        check(i, lanes(value), array[1], array[2])
+        put(array[0], np.int64(i), value)
+
+    @numba.njit
+    def checked_transpose(like, out, to, out_step, x, at, x_step):
+        for r in range(cpu.width(like)):
+            check(to + r * out_step, cpu.width(like), out[1], out[2])
+            check(at + r * x_step, cpu.width(like), x[1], x[2])
+        transpose(like, out[0], to, out_step, x[0], at, x_step)
+
+    @numba.njit
+    def no_prefetch(like, array, i):
+        pass
+
+    cpu.data, cpu.get, cpu.load, cpu.put = checked_data, checked_get, checked_load, checked_put
+    cpu.transpose, cpu.prefetch, cpu.zeros = checked_transpose, no_prefetch, zeros
+    cpu._Kernel.__call__ = _in_chunks
+    ms.set_num_threads(2)  # which sparse products make room for
+
+
+def _check(i, n, low, high):
+    if i < low or i + n > high:
+        raise IndexError
+
+
+@numba.extending.intrinsic(prefer_literal=True)
+def zeros(typingctx, array, size):
+    """See `cpu.zeros`; the array may be a checked address."""
+    dtype = getattr(array, "types", [array])[0].dtype
+    vec = cpu.Vec(dtype, max(1, size.literal_value * 8 // dtype.bitwidth))
+    return cpu._of(vec(array, size), lambda builder, vector, *_: vector(None))
+
+
+def lanes(value):
+    """The number of numbers that `put` writes."""
+
+
+@numba.extending.overload(lanes)
+def _(value):
+    if isinstance(value, cpu.Vec):
+        return lambda value: cpu.width(value)
+    return lambda value: 1
+
+
+def _in_chunks(self, key, work, *args, most=cpu.MAX_CHUNKS):
+    kernel = self.serial.get(key) or self.compile(key, args)
+    chunks = min(CHUNKS, most)
+    for c in range(chunks):
+        kernel(c, chunks, *args)
+
+
+# -------------------------------------------------------------------- what the checks must notice
+
+
+def led_astray(far, dtype):
+    """Return calls of every kernel, by name, with a structure that leads to place `far` of two."""
+    good = Plan(np.array([0, 1, 2], np.int32), np.array([0, 1], np.int32), 2)
+    bad = Plan(good.indptr, np.array([0, far], np.int32), 2)
+    long = Plan(np.array([0, 1, far + 1], np.int32), good.indices, 2)
+    v, index = np.ones(2, dtype), np.array([0, far], np.int32)
+    calls = {
+        "segment_sum": lambda: cpu.segment_sum(v, good.indptr, index),
+        "spgemm": lambda: cpu.spgemm(good, bad, good, v, v),
+        "spgemm_dot": lambda: cpu.spgemm_dot(bad, good, good, v, v),
+        "spgemm_dot, transposed": lambda: cpu.spgemm_dot(good, bad, good, v, v, True),
+    }
+    for k in (1, 2, 3, 5, 9, 17, 40, 64, 70):
+        x = np.ones((2, k), dtype)
+        calls[f"spmm, {k}"] = lambda x=x: cpu.spmm(bad, v, x)
+        calls[f"sddmm, {k}"] = lambda x=x: cpu.sddmm(bad, x, x)
+        calls[f"spmm_vjp, {k}"] = lambda x=x: cpu.spmm_vjp(good, bad, v, x, x)
+    if far > 0:  # of a gather -1 is nothing, and a row may end before it starts
+        calls["gather"] = lambda: cpu.gather(v, index)
+        calls["gather_sum"] = lambda: cpu.gather_sum(v, good.indices, v, index)
+        calls["row_max"] = lambda: cpu.row_max(long, v)
+        calls["row_softmax"] = lambda: cpu.row_softmax(long, v)
+    if far > 2 * CHUNKS:  # nearer, it lands in the dense row of another chunk
+        calls["spgemm, right"] = lambda: cpu.spgemm(good, good, bad, v, v)
+    return calls
+
+
+def prove():
+    """Say which kernels do not notice where they are led."""
+    missed = []
+    for far, dtype in itertools.product((2, -1, 10**6), (np.float32, np.float64)):
+        for name, call in led_astray(far, dtype).items():
+            try:
+                call()
+                missed.append((name, far, dtype.__name__))
+            except IndexError:
+                pass
+    return missed
+
+
+# ------------------------------------------------------------------------------- what is fuzzed
+
+WIDTHS = st.sampled_from([2, 1, 0, 3, 5, 8, 9, 16, 17, 40, 64, 70])
+
+
+@st.composite
+def built(draw):
+    """Draw a pattern that a door let in, however damaged what it was given; None if it did not."""
+    shape, indptr, indices = draw(structures())
+    doors = "Pattern", "csr", "csc", "coo", "bsr", "coords"
+    # The others make an indptr, which for 2**40 rows takes 8 TB whatever is in them.
+    door = draw(st.sampled_from(doors)) if shape[0] < 1000 else "Pattern"
+    try:
+        if door == "Pattern":
+            return ms.Pattern(shape, indptr, indices)
+        if door == "coords":
+            n = draw(st.integers(0, min(len(indptr), len(indices))))
+            return ms.Pattern.from_coords(indptr[:n], indices[:n], shape)
+        A = draw(mt.scipy_csr(exact=True, format=door))
+        if door == "coo":
+            n = min(len(indptr), len(indices))
+            A.data, A.coords = np.ones(n), (indptr[:n], indices[:n])
+        else:
+            A.indptr, A.indices = indptr, indices
+            if draw(st.booleans()):
+                A.data = np.ones((len(indices), *A.data.shape[1:]))
+        if draw(st.booleans()):
+            A._shape = tuple(shape)
+        return ms.Pattern.from_scipy(A)
+    except (ValueError, TypeError):
+        return None
+
+
+def use(p, draw):
+    """Run all that reads a structure, and the gradients of it, on a pattern."""
+    dtype = draw(st.sampled_from([np.float64, np.float32]))
+    v = ms.tensor(np.arange(p.nnz) % 5 - 2.0, requires_grad=True, dtype=dtype)
+    S = ms.SparseTensor(p, v)
+    results = [S.sum(axis=1), S.row_mean(), S.row_max(), S.row_logsumexp(), S.row_softmax()]
+    rows = np.arange(p.shape[0])[:: draw(st.sampled_from([1, -1, 2]))]
+    results += [S + S[np.arange(p.shape[0])], S * S, S - S, S[rows], S[rows[:0]]]
+    results += [S.scale(rows=np.ones(p.shape[0])), ms.block([[S], [S]]), ms.block_diag([S, S])]
+    if max(p.shape) < 1000:
+        k = draw(WIDTHS)
+        x, u = (ms.tensor(np.ones((n, k)), requires_grad=True, dtype=dtype) for n in p.shape[::-1])
+        R = draw(mt.sparse_tensors(shape=p.shape, dtype=dtype, exact=True))
+        results += [S @ x, S.T @ u, u.T @ S, S @ x.sum(axis=1), S.T @ u.sum(axis=1)]
+        results += [ms.sddmm(u, x, p), ms.sddmm(x, u, p.T), ms.sddmm(S @ x, x, p)]
+        results += [S.sum(axis=0), S.sum(), S.diagonal(), S.to_dense(), S.T.values, S + R, R * S]
+        results += [S @ R.T, R.T @ S, S.T @ S, S @ S.T, S.T.row_softmax(), S.T + R.T, S.T.row_max()]
+        results += [S.scale(cols=np.ones(p.shape[1])), ms.block([[S, None], [None, S.T]])]
+        results += [ms.SparseTensor.from_dense(S.to_dense(), p), S * np.ones(p.shape)]
+        D = np.zeros(p.shape)
+        for e, (i, j) in enumerate(zip(p.rows, p.indices, strict=True)):
+            D[i, j] = e % 5 - 2
+        np.testing.assert_array_equal((S @ x).data, D @ x.data)
+        if p.shape[0] == p.shape[1]:
+            A = S + 99 * sp.eye_array(p.shape[0])
+            results += [ms.spsolve(A, u), ms.spsolve(A.T, u)]
+    W = ms.SparseParameter((p, v.data), share=v.data.astype(int))
+    results += [W.values * 1, W.prune(keep=0.5).values]
+    for y in results:
+        y = y.values if isinstance(y, ms.SparseTensor) else y
+        if y.requires_grad and draw(st.booleans()):
+            leaves = [v] if max(p.shape) >= 1000 else [v, x, u]
+            leaves = leaves if y._node is not None else [y]
+            leaves = [t for t in leaves if t.requires_grad]
+            c = ms.tensor(np.ones(y.shape), requires_grad=True, dtype=dtype)
+            g = ms.grad(y, leaves, c, create_graph=True)
+            total = sum((part * 2).sum() for part in g)
+            if total.requires_grad:
+                ms.grad(total, [*leaves, c])
+
+
+def main(max_examples, derandomize):
+    """Fuzz; return how many structures were tried, and how many were valid."""
+    tried = [0, 0]
+
+    @settings(
+        max_examples=max_examples, derandomize=derandomize, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(p=built(), data=st.data())
+    def run(p, data):
+        tried[0] += 1
+        if p is not None:
+            tried[1] += 1
+            assert is_canonical(p.shape, p.indptr.tolist(), p.indices.tolist())
+            use(p, data.draw)
+
+    install()
+    missed = prove()
+    assert not missed, missed
+    run()
+    return tried
