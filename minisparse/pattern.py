@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import operator
 import weakref
-from functools import cached_property
 
 import numpy as np
 import scipy.sparse as sp
 
 from . import kernels
 from .engine import as_floats
+
+
+class cached_property(functools.cached_property):  # noqa: N801 - as the one of Python
+    """Without Python 3.11's lock, which a fork may leave taken for ever."""
+
+    def __init__(self, derive):
+        super().__init__(derive)
+        self.lock = contextlib.nullcontext()
 
 
 class PatternMismatchError(ValueError):

@@ -2,8 +2,10 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numba
 import pytest
@@ -20,6 +22,10 @@ settings.register_profile("deep", max_examples=int(os.environ.get("DEEP", 1000))
 def pytest_configure(config):
     if not config.getoption("--hypothesis-profile"):  # which Hypothesis loads itself
         settings.load_profile("ci" if os.environ.get("CI") else "dev")
+    if config.getoption("--fence"):
+        from .fence import fence_all
+
+        fence_all()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -43,13 +49,6 @@ def pytest_addoption(parser):
     parser.addoption("--fence", action="store_true", help="guard the memory around all arrays")
 
 
-def pytest_configure(config):
-    if config.getoption("--fence"):
-        from .fence import fence_all
-
-        fence_all()
-
-
 def pytest_collection_modifyitems(items):
     if numba.config.DISABLE_JIT:
         skip = pytest.mark.skip(reason="with NUMBA_DISABLE_JIT there are no compiled kernels")
@@ -65,18 +64,24 @@ def _compiled():
 
 @pytest.fixture
 def in_new_process():
-    """Run source code in a process of its own; return what it printed."""
+    """Run source code, or a file with arguments, in a process of its own; return its output."""
 
-    def run(source, *, timeout=120, **environment):
-        done = subprocess.run(
-            [sys.executable, "-c", source],
+    def run(source, *arguments, timeout=120, **environment):
+        command = [source] if isinstance(source, Path) else ["-c", source]
+        process = subprocess.Popen(
+            [sys.executable, *command, *arguments],
             env={**os.environ, **environment},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=timeout,
-            check=False,
+            start_new_session=True,
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the children that may be what hangs
+            pytest.fail(f"hung for {timeout} s:\n{process.communicate()[1]}")
+        assert process.returncode == 0, err
+        return out
 
     return run

@@ -9,8 +9,10 @@ and for NumPy arrays by `backend`.
 import contextlib
 import contextvars
 import functools
+import logging  # noqa: F401 - its lock, which Numba takes, must come after ours at a fork
 import os
 import sys
+import threading
 
 import numpy as np
 
@@ -50,16 +52,39 @@ class Plan:
         self.derived = {}
 
 
+_born = os.getpid()  # the process that imported this module: perhaps a forebear of the present one
+# Held across a fork, so that the child finds none taken by a thread that it does not have: one for
+# the import of the compiled kernels, which add Numba's.
+_fork_locks = [threading.RLock()]
+
+
+def _hold_locks():
+    for lock in _fork_locks:
+        lock.acquire()
+
+
+def _release_locks():
+    for lock in _fork_locks:
+        lock.release()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(
+        before=_hold_locks, after_in_parent=_release_locks, after_in_child=_release_locks
+    )
+
+
 @functools.cache
 def _compiled():
     """Import the compiled kernels at their first use; the reference where Numba may not compile."""
-    import numba
+    with _fork_locks[0]:
+        import numba
 
-    if numba.config.DISABLE_JIT:
-        return reference
-    from . import cpu
+        if numba.config.DISABLE_JIT:
+            return reference
+        from . import cpu
 
-    return cpu
+        return cpu
 
 
 def _kernels(array):

@@ -10,6 +10,7 @@ cached, and would not notice a change in a helper elsewhere.
 """
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 from pathlib import Path
@@ -22,7 +23,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic, models, register_model
 from numba.np.ufunc import parallel as numba_parallel
 
-from . import Plan, get_num_threads
+from . import Plan, _born, _fork_locks, get_num_threads
 from .memory import empty
 from .reference import adam_scalars
 
@@ -683,9 +684,11 @@ CHUNK_WORK = 1 << 18
 MAX_CHUNKS = 1024
 
 _turn = [None]  # empty while a thread is inside; no lock, for the reason given in memory.py
-# Whether this process was forked from one that had launched Numba's threads; perhaps before this
-# module was imported, by multiprocessing.
-_forked = numba_parallel._is_initialized and multiprocessing.parent_process() is not None
+# Whether this process was forked from one that had launched Numba's threads. Before this module was
+# imported, that shows if the package was imported before the fork, or multiprocessing made it.
+_forked = numba_parallel._is_initialized and (
+    os.getpid() != _born or multiprocessing.parent_process() is not None
+)
 
 
 def _after_fork_in_child():
@@ -693,15 +696,11 @@ def _after_fork_in_child():
     global _turn, _forked
     _turn = [None]
     _forked = _forked or numba_parallel._is_initialized
-    global_compiler_lock.release()
 
 
+_fork_locks.append(global_compiler_lock)
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(
-        before=global_compiler_lock.acquire,
-        after_in_parent=global_compiler_lock.release,
-        after_in_child=_after_fork_in_child,
-    )
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 _kernels: list = []  # every one that is made
@@ -762,12 +761,29 @@ class _Kernel:
         """Compile the parallel form where there is a serial one; this starts Numba's threads."""
         with global_compiler_lock:
             if key not in self.parallel:
+                _launch()
                 ((signature, body),) = self.serial[key].overloads.items()
                 kinds = types.intp, types.intp, types.intp, types.Tuple(signature[2:])
                 kernel = _compile(_tasks, kinds, parallel=True)
                 address = body.library.get_pointer_to_function(body.fndesc.llvm_func_name)
                 self.parallel[key] = kernel, address
         return self.parallel[key]
+
+
+def _launch():
+    """Launch Numba's threads, where they are not.
+
+    Its OpenMP layer sets OpenMP's number of threads meanwhile, which is PyTorch's too: put it back.
+    """
+    openmp = None
+    with contextlib.suppress(ImportError, OSError):
+        from numba.np.ufunc import omppool
+
+        openmp = ctypes.CDLL(omppool.__file__)  # finds what that is linked with
+    before = openmp and openmp.omp_get_max_threads()
+    numba_parallel._launch_threads()
+    if openmp:
+        openmp.omp_set_num_threads(before)
 
 
 def _compile(function, signature, **options):
