@@ -18,9 +18,7 @@ from .engine import as_floats
 class cached_property(functools.cached_property):  # noqa: N801 - as the one of Python
     """Without Python 3.11's lock, which a fork may leave taken for ever."""
 
-    def __init__(self, derive):
-        super().__init__(derive)
-        self.lock = contextlib.nullcontext()
+    lock = property(lambda self: contextlib.nullcontext(), lambda self, lock: None)
 
 
 class PatternMismatchError(ValueError):

@@ -691,7 +691,7 @@ def test_pool_among_threads(pool):
     assert not wrong
 
 
-# Threads, processes, cache ----------------------------------------------------------------------
+# What starts when, and the cache ----------------------------------------------------------------
 
 
 def test_import_starts_nothing(in_new_process):
@@ -739,136 +739,6 @@ kernels.warmup()
         NUMBA_DISABLE_JIT="1",
     )
     assert out.strip() == "[[1.]]"
-
-
-CROWD = """
-import os, signal, threading, numpy as np
-from minisparse import kernels
-from minisparse.kernels import cpu
-cpu.PARALLEL_WORK, cpu.CHUNK_WORK = -1, 1 << 10
-kernels.set_num_threads(2)
-rng = np.random.default_rng(0)
-mask = rng.random((200, 100)) < 0.2
-indptr = np.append(0, mask.sum(1).cumsum()).astype("int32")
-plan = kernels.Plan(indptr, mask.nonzero()[1].astype("int32"), 100)
-values = rng.integers(-4, 5, plan.nnz).astype("float32")
-x, u = rng.integers(-4, 5, (100, 33)).astype("float32"), np.ones((200, 33), "float32")
-dense = np.zeros(mask.shape, "float32")
-dense[mask] = values
-y, dots = dense @ x, (u @ x.T)[mask]
-
-def check():
-    assert (kernels.spmm(plan, values, x) == y).all()
-    assert (kernels.sddmm(plan, u, x) == dots).all()
-
-def work():
-    for _ in range(rounds):
-        check()
-    done.append(1)
-
-def run_forked(depth):
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(30)
-        code = 1
-        try:
-            check()
-            check()
-            assert cpu._forked == launched
-            if depth:
-                run_forked(depth - 1)
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0, f"a child at depth {depth} failed"
-"""
-
-
-@pytest.mark.parametrize("layer", ["omp", "workqueue"])
-def test_threads_and_forks(in_new_process, layer):
-    """CASES 37: four threads inside kernels, and meanwhile children and grandchildren."""
-    out = in_new_process(
-        CROWD
-        + """
-rounds, done, launched = 300, [], True
-check()
-threads = [threading.Thread(target=work) for _ in range(4)]
-[thread.start() for thread in threads]
-for _ in range(5):
-    run_forked(1)
-[thread.join() for thread in threads]
-assert len(done) == 4
-check()
-assert not cpu._forked
-print(kernels.config()["threading_layer"])
-""",
-        timeout=100,
-        NUMBA_THREADING_LAYER=layer,
-    )
-    assert out.strip() == layer
-
-
-def test_fork_before_use_and_during_compilation(in_new_process, tmp_path):
-    """CASES 37: a fork before Numba's threads exist leaves the child its own; and no lock."""
-    in_new_process(
-        CROWD
-        + """
-rounds, done, launched = 1, [], False
-x64 = np.ones((100, 2))
-def compile_slowly():
-    kernels.gather(np.ones(3), np.zeros(3, "int64"))
-    kernels.segment_sum(np.ones(3), np.array([0, 3]), np.zeros(3, "int64"))
-parallel, cpu.PARALLEL_WORK = cpu.PARALLEL_WORK, 1 << 40
-thread = threading.Thread(target=compile_slowly)
-thread.start()
-pid = os.fork()
-if pid == 0:
-    signal.alarm(60)
-    compile_slowly()
-    cpu.PARALLEL_WORK = parallel
-    compile_slowly()
-    os._exit(cpu._forked)
-assert os.waitpid(pid, 0)[1] == 0
-thread.join()
-""",
-        NUMBA_CACHE_DIR=str(tmp_path),
-    )
-
-
-def test_spawn(in_new_process):
-    """CASES 37."""
-    in_new_process("""
-import multiprocessing, numpy as np
-from minisparse import kernels
-if __name__ == "__main__":
-    kernels.gather(np.ones(3), np.zeros(3, "int64"))
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(kernels.gather, (np.ones(3), np.zeros(3, "int64"))).tolist() == [1, 1, 1]
-""")
-
-
-def test_memory_at_fork_and_exit(in_new_process):
-    """A turn taken at the fork is free in the child; blocks alive at exit do no harm."""
-    out = in_new_process("""
-import os, sys
-import numpy as np
-from minisparse import kernels
-from minisparse.kernels import cpu, memory
-kept = kernels.empty(10**5, np.float64)
-loop = [kernels.empty(10**5, np.float64)]
-loop.append(loop)
-memory._pool.turn.pop()
-pid = os.fork()
-if pid == 0:
-    a = kernels.empty(10**5, np.float32)
-    del a
-    os._exit(memory._pool.idle_bytes == 0)
-memory._pool.turn.append(None)
-assert os.waitpid(pid, 0)[1] == 0
-sys.modules["kept"] = kept
-sys.stderr = sys.stdout
-""")
-    assert out == ""
 
 
 @pytest.fixture

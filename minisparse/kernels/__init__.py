@@ -58,20 +58,13 @@ _born = os.getpid()  # the process that imported this module: perhaps a forebear
 _fork_locks = [threading.RLock()]
 
 
-def _hold_locks():
-    for lock in _fork_locks:
-        lock.acquire()
-
-
-def _release_locks():
-    for lock in _fork_locks:
-        lock.release()
+def _to_each_lock(do):
+    return lambda: [getattr(lock, do)() for lock in _fork_locks]
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(
-        before=_hold_locks, after_in_parent=_release_locks, after_in_child=_release_locks
-    )
+    _hold, _release = map(_to_each_lock, ("acquire", "release"))
+    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release)
 
 
 @functools.cache
@@ -150,6 +143,17 @@ def set_num_threads(n):
     ------
     ValueError
         If `n` is not an integer of at least 1.
+
+    Notes
+    -----
+    Kernels may be called from any number of threads: one at a time runs on Numba's threads, the
+    others each on their own. A child forked from a process that has launched Numba's threads runs
+    its kernels serially; one that is spawned, or forked before, has its own. The results are the
+    same bits in all cases.
+
+    Numba's workqueue layer aborts the process when a parallel function of your own runs in one
+    thread and a kernel in another. Take another layer (`NUMBA_THREADING_LAYER`), or
+    ``set_num_threads(1)``: the kernels then stay out of Numba's threads.
     """
     global _num_threads
     if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:

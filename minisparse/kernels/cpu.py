@@ -11,8 +11,8 @@ cached, and would not notice a change in a helper elsewhere.
 
 import contextlib
 import ctypes
-import multiprocessing
 import os
+from multiprocessing import parent_process
 from pathlib import Path
 
 import numba
@@ -686,9 +686,7 @@ MAX_CHUNKS = 1024
 _turn = [None]  # empty while a thread is inside; no lock, for the reason given in memory.py
 # Whether this process was forked from one that had launched Numba's threads. Before this module was
 # imported, that shows if the package was imported before the fork, or multiprocessing made it.
-_forked = numba_parallel._is_initialized and (
-    os.getpid() != _born or multiprocessing.parent_process() is not None
-)
+_forked = numba_parallel._is_initialized and bool(os.getpid() != _born or parent_process())
 
 
 def _after_fork_in_child():
@@ -773,17 +771,18 @@ class _Kernel:
 def _launch():
     """Launch Numba's threads, where they are not.
 
-    Its OpenMP layer sets OpenMP's number of threads meanwhile, which is PyTorch's too: put it back.
+    Its OpenMP layer sets OpenMP's number of threads meanwhile, of PyTorch's OpenMP where that is
+    loaded: put it back.
     """
-    openmp = None
-    with contextlib.suppress(ImportError, OSError):
+    before = []
+    with contextlib.suppress(ImportError, OSError, TypeError, AttributeError):
         from numba.np.ufunc import omppool
 
-        openmp = ctypes.CDLL(omppool.__file__)  # finds what that is linked with
-    before = openmp and openmp.omp_get_max_threads()
+        for library in map(ctypes.CDLL, (omppool.__file__, None)):  # its own, and that of all
+            before.append((library.omp_set_num_threads, library.omp_get_max_threads()))
     numba_parallel._launch_threads()
-    if openmp:
-        openmp.omp_set_num_threads(before)
+    for restore, n in before:
+        restore(n)
 
 
 def _compile(function, signature, **options):
