@@ -20,6 +20,10 @@ settings.register_profile("deep", max_examples=int(os.environ.get("DEEP", 1000))
 def pytest_configure(config):
     if not config.getoption("--hypothesis-profile"):  # which Hypothesis loads itself
         settings.load_profile("ci" if os.environ.get("CI") else "dev")
+    if config.getoption("--fence"):
+        from .fence import fence_all
+
+        fence_all()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -41,13 +45,6 @@ def pytest_terminal_summary(terminalreporter):
 
 def pytest_addoption(parser):
     parser.addoption("--fence", action="store_true", help="guard the memory around all arrays")
-
-
-def pytest_configure(config):
-    if config.getoption("--fence"):
-        from .fence import fence_all
-
-        fence_all()
 
 
 def pytest_collection_modifyitems(items):
