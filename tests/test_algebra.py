@@ -244,6 +244,231 @@ def test_solve_undoes_the_product(data, n):
         np.testing.assert_allclose(ms.spsolve(M.to_scipy(), x[:, 0]).data.shape, n + 1)
 
 
+# ------------------------------------------------------ the faults that users reported elsewhere
+
+P = ms.Pattern((4, 4), [0, 2, 2, 3, 6], [0, 3, 1, 0, 2, 3])  # with an empty row
+Q = ms.Pattern((4, 4), [0, 1, 3, 3, 4], [3, 0, 1, 3])  # and column, and another one
+B = ms.SparseTensor(Q, [1.0, 2.0, 3.0, 4.0])
+EVERY = {
+    "sum": lambda S: S + B,
+    "difference": lambda S: B - S,
+    "elementwise": lambda S: S * B,
+    "product": lambda S: S @ B,
+    "product from the left": lambda S: B @ S,
+    "square": lambda S: S @ S,
+    "scale": lambda S: S.scale(rows=np.arange(4.0), cols=np.arange(4.0)),
+    "rows": lambda S: S[[3, 0, 3]],
+    "block": lambda S: ms.block([[S, None], [B, S.T]]),
+    "block_diag": lambda S: ms.block_diag([S, B]),
+    "total": lambda S: S.sum(),
+    "sum of columns": lambda S: S.sum(axis=0),
+    "sum of rows": lambda S: S.sum(axis=1),
+    "diagonal": lambda S: S.diagonal(),
+    "row_mean": lambda S: S.row_mean(),
+    "row_max": lambda S: S[[0, 2, 3]].row_max(),
+    "row_logsumexp": lambda S: S[[0, 2, 3]].row_logsumexp(),
+    "row_softmax": lambda S: S.row_softmax(),
+    "row_softmax of the transpose": lambda S: S.T.row_softmax(),
+    "to_dense": lambda S: S.to_dense(),
+    "spsolve": lambda S: ms.spsolve(S * 0.01 + sp.eye_array(4), np.arange(4.0)),
+}
+every = pytest.mark.parametrize("f", EVERY.values(), ids=EVERY.keys())
+
+
+def values_of(result):
+    return result.values if isinstance(result, ms.SparseTensor) else result
+
+
+def laid_out(x):
+    """Yield the numbers of x at other places: strided, backwards, unaligned, in Fortran order."""
+    spread = np.repeat(x, 2, axis=0)[::2]
+    unaligned = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
+    unaligned[...] = x
+    yield from (spread, np.ascontiguousarray(x[::-1])[::-1], unaligned, np.asfortranarray(x))
+
+
+@BACKENDS
+@every
+def test_layouts_of_values_and_cotangents(backend, f):
+    """CASES 1, 2, 3: bit for bit as for contiguous ones, and a stride of 0 is one of them."""
+    numbers = np.random.default_rng(0).normal(size=P.nnz)
+
+    def run(numbers, g):
+        v = ms.tensor(numbers, requires_grad=True)
+        v._array = numbers  # ms.tensor copies to C order; here the layout is the point
+        with ms.backend(backend):
+            y = values_of(f(ms.SparseTensor(P, v)))
+            g = np.random.default_rng(1).normal(size=y.shape) if g is None else g(y.shape)
+            return g, (y.data.tobytes(), ms.grad(y, v, g).tobytes())
+
+    g, expected = run(numbers, None)
+    for other in laid_out(numbers):
+        other.flags.writeable = False
+        assert run(other, None)[1] == expected
+    for other in laid_out(g) if g.ndim else ():
+        assert run(numbers, lambda shape, other=other: other)[1] == expected
+    ones = run(numbers, np.ones)[1]
+    assert run(numbers, lambda shape: np.broadcast_to(1.0, shape))[1] == ones
+
+
+@every
+def test_values_stay_attached(f):
+    """CASES 9: values that are an expression, through all of the algebra."""
+    v = ms.tensor(np.arange(1.0, 7), requires_grad=True)
+    doubled = ms.tensor(2 * v.data, requires_grad=True)
+    y, expected = (values_of(f(ms.SparseTensor(P, values))) for values in (2 * v, doubled))
+    g = np.random.default_rng(1).normal(size=y.shape)
+    np.testing.assert_allclose(ms.grad(y, v, g), 2 * ms.grad(expected, doubled, g), rtol=1e-12)
+
+
+def test_scipy_on_the_left_is_recorded():
+    """CASES 10: as on the right; where SciPy does not ask us, a TypeError that names the way."""
+    S, A = ms.SparseParameter(B), sp.csr_array(np.arange(16.0).reshape(4, 4))
+    for left, right, sign in ((A + S, S + A, 1), (A - S, S - A, -1), (ms.multiply(A, S), S * A, 1)):
+        assert left.pattern == right.pattern
+        np.testing.assert_array_equal(left.values.data, sign * right.values.data)
+        g = np.arange(1.0, left.nnz + 1)
+        np.testing.assert_array_equal(
+            ms.grad(left.values, S, g), sign * ms.grad(right.values, S, g)
+        )
+    (product,) = ms.grad((ms.matmul(A, S)).values.sum(), [S])
+    np.testing.assert_array_equal(product, A.sum(axis=0)[S.pattern.rows])
+    for call in (lambda: A @ S, lambda: A.dot(S), lambda: A * S, lambda: sp.csr_matrix(A) * S):
+        try:
+            result = call()
+        except TypeError as error:
+            assert "ms." in str(error)  # noqa: PT017 - SciPy's version decides which it is
+        else:
+            assert isinstance(result, ms.SparseTensor)
+            assert result.values.requires_grad
+
+
+def test_structure_of_results():
+    """CASES 13, 14, 15, 16, 17: canonical, zeros kept, narrow, of the shape that was said."""
+    raw = np.array([5.0, 7.0, 1.0, -1.0]), np.array([2, 0, 1, 1]), np.array([0, 2, 4])
+    A = sp.csr_array(
+        tuple(a.astype(np.int64) if a.dtype.kind == "i" else a for a in raw), shape=(2, 6)
+    )
+    before = [a.tobytes() for a in (A.data, A.indices, A.indptr)]
+    S = ms.SparseParameter(sp.csr_array(([1.0], ([0], [0])), shape=(2, 6)))
+    zero = S - S.to_scipy()
+    assert zero.nnz == 1
+    for result, shape in (
+        (A + S, (2, 6)),
+        (S - A, (2, 6)),
+        (ms.multiply(A, S), (2, 6)),
+        (ms.matmul(A, S.T), (2, 2)),
+        (ms.block([[A, S]]), (2, 12)),
+        (ms.block_diag([S, A])[[1, 0, 2]], (3, 12)),
+        (ms.block([[S], [A]]).T, (6, 4)),
+    ):
+        p = result.pattern
+        assert result.shape == p.shape == shape
+        assert ms.Pattern(p.shape, p.indptr, p.indices) == p  # sorted, nothing twice, in range
+        assert p.indices.dtype == p.indptr.dtype == np.int32
+    assert (A + S).nnz == 3  # 1 - 1, given as two entries, is one that is zero
+    assert [a.tobytes() for a in (A.data, A.indices, A.indptr)] == before
+    first = (A + S).pattern, (S @ S.T).pattern
+    (S + S).values.sum().backward()
+    ms.optim.SGD([S], lr=0.5).step()  # to 0.0
+    assert S.values.item() == 0
+    assert ((A + S).pattern, (S @ S.T).pattern) == first
+    assert (S @ S.T).pattern is first[1]
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0), (3, 4)])
+def test_nothing_stored_anywhere(shape):
+    """CASES 20, 21: right shapes, zeros, gradients of length 0, from every operation."""
+    v = ms.tensor(np.zeros(0), requires_grad=True)
+    n, m = shape
+    S = ms.SparseTensor(ms.Pattern(shape, np.zeros(n + 1, int), []), v)
+    for result, expected in (
+        (S + S, shape),
+        (S * S, shape),
+        (S @ S.T, (n, n)),
+        (S.T @ S, (m, m)),
+        (S[[]], (0, m)),
+        (ms.block([[S, S]]), (n, 2 * m)),
+        (ms.block_diag([S, S.T]), (n + m, n + m)),
+        (S.scale(rows=np.ones(n), cols=np.ones(m)), shape),
+        (S.row_softmax(), shape),
+        (S.T.row_softmax(), (m, n)),
+        (S.to_dense(), shape),
+        (S.sum(), ()),
+        (S.sum(axis=0), (m,)),
+        (S.sum(axis=1), (n,)),
+        (S.row_mean(), (n,)),
+        (S.diagonal(), (min(n, m),)),
+    ):
+        values = values_of(result)
+        assert result.shape == expected
+        assert not values.data.any()
+        assert ms.grad(values, v, np.ones(values.shape)).shape == (0,)
+    for result in (S.row_max(), S.row_logsumexp()):
+        np.testing.assert_array_equal(result.data, np.full(n, -np.inf))
+        assert ms.grad(result, v, np.ones(n)).shape == (0,)
+    x = ms.spsolve(S @ S.T + sp.eye_array(n), np.ones(n))
+    np.testing.assert_array_equal(x.data, np.ones(n))
+
+
+def test_changes_in_place_are_seen():
+    """CASES 26: what the algebra saved, and what the solver keeps, belongs to one set of values."""
+    b = np.arange(1.0, 5)
+
+    def fresh():
+        return ms.SparseParameter(ms.diag(b) + 0.1 * B.to_scipy())
+
+    for f in (
+        lambda W: W @ W,
+        lambda W: W * W,
+        lambda W: W.row_max(),
+        lambda W: W.row_logsumexp(),
+        lambda W: ms.block([[W, W * W]]),
+    ):
+        W = fresh()
+        y = values_of(f(W)).sum()
+        with ms.no_grad():
+            W.free += 1.0
+        with pytest.raises(RuntimeError, match="changed in place"):
+            y.backward()
+    W = fresh()
+    x = ms.spsolve(W, b)
+    expected = ms.grad(x.sum(), W, retain_graph=True)
+    with ms.no_grad():
+        W.free *= 2.0
+    with pytest.raises(RuntimeError, match="spsolve saved was changed in place"):
+        ms.grad(x.sum(), W)
+    np.testing.assert_allclose(ms.grad(ms.spsolve(W, b).sum(), W), expected / 4)
+
+
+@BACKENDS
+@given(data=st.data(), shape=st.tuples(SIDES, SIDES))
+def test_nan_and_inf_reach_their_rows_and_no_others(backend, data, shape):
+    """CASES 29: in sums and products, and in what is taken over rows."""
+    special = st.sampled_from([0.0, 1.0, -2.0, np.inf, -np.inf, np.nan])
+    p, q = data.draw(mt.patterns(shape=shape)), data.draw(mt.patterns(shape=shape[::-1]))
+    v, w = (data.draw(mt.arrays(shape=(r.nnz,), elements=special)) for r in (p, q))
+    A, C = ms.SparseTensor(p, v), ms.SparseTensor(q, w)
+    with np.errstate(all="ignore"), ms.backend(backend):
+        product, total = np.zeros((shape[0], shape[0])), np.zeros(shape)
+        for i, j, x in zip(p.rows, p.indices, v, strict=True):
+            total[i, j] += x
+            for e in range(*q.indptr[j : j + 2]):
+                product[i, q.indices[e]] += x * w[e]
+        for j, i, x in zip(q.rows, q.indices, w, strict=True):
+            total[i, j] += x
+        np.testing.assert_array_equal(dense(A @ C), product)
+        np.testing.assert_array_equal(dense(A + C.T), total)
+        for i, (start, end) in enumerate(zip(p.indptr, p.indptr[1:], strict=False)):
+            row = v[start:end]
+            np.testing.assert_array_equal(A.row_max().data[i], row.max(initial=-np.inf))
+            np.testing.assert_array_equal(A.sum(axis=1).data[i], row.sum())
+            if len(row) and not (row == -np.inf).all():
+                soft, logs = scipy.special.softmax(row), scipy.special.logsumexp(row)
+                np.testing.assert_allclose(A.row_softmax().values.data[start:end], soft, rtol=1e-12)
+                np.testing.assert_allclose(A.row_logsumexp().data[i], logs, rtol=1e-12)
+
+
 # ------------------------------------------------------------------------------------- once only
 
 

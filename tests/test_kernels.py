@@ -387,6 +387,51 @@ def test_offsets_in_64_bits():
     assert kernels.sddmm(plan, u, x).tolist() == [k, k * (k - 1) / 2]
 
 
+def reserved(n, dtype=np.float32):
+    """Return an array of n zeros, in memory that is there once it is touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    try:
+        return np.frombuffer(mmap.mmap(-1, n * np.dtype(dtype).itemsize, flags=flags), dtype)
+    except (OSError, ValueError):
+        pytest.skip("no address space")
+
+
+def test_places_in_64_bits():
+    """CASES 18: entries beyond 2³¹ in the kernels over rows, of gathers and sums."""
+    n = 2**31 + 8
+    x, out, last = reserved(n), reserved(n), np.arange(n - 3, n)
+    x[last] = 1, 2, 4
+    ends = np.array([n - 3, n])
+    plan = kernels.Plan(ends, last, 1)
+    assert kernels.gather(x, last).tolist() == [1, 2, 4]
+    assert kernels.gather_sum(x, last, x, last[::-1].copy()).tolist() == [5, 4, 5]
+    assert kernels.segment_sum(x, np.array([0, 1, 3]), last).tolist() == [1, 6]
+    assert kernels.row_max(plan, x).tolist() == [4]
+    cpu._ROW_SOFTMAX("fl", 0, out, x, ends)
+    np.testing.assert_allclose(out[last], np.exp([-3, -2, 0]) / np.exp([-3, -2, 0]).sum(), 1e-6)
+
+
+def test_dense_rows_in_64_bits():
+    """CASES 18: each task of a product of sparse matrices lays rows out beyond the one before."""
+    n, chunks = 2**27, 18
+    dense, pointers = reserved(chunks * n).reshape(chunks, n), np.arange(chunks + 1, dtype=np.int32)
+    values = np.arange(1, chunks + 1, dtype=np.float32)
+    here, wide = np.arange(chunks, dtype=np.int32), np.full(chunks, n - 1, np.int32)
+    one = kernels.Plan(np.array([0, 1], np.int32), np.array([0], np.int32), 1)
+    kernels.spgemm(one, one, one, values[:1], values[:1])  # compiles, for these types
+    kernels.spgemm_dot(one, one, one, values[:1], values[:1])
+    for kernel, structure in (
+        (cpu._SPGEMM, (pointers, wide, pointers, here, pointers, wide)),
+        (cpu._DOT, (pointers, here, pointers, wide, pointers, wide)),
+    ):
+        out = np.zeros(chunks, np.float32)
+        run = kernel.serial["f" + "i" * 6]
+        options = () if kernel is cpu._SPGEMM else (False,)
+        run(chunks - 1, chunks, out, dense, values, values, *structure, *options)
+        assert out[-1] == chunks**2
+        assert not out[0]
+
+
 # Numbers --------------------------------------------------------------------------------------
 
 

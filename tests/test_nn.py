@@ -377,6 +377,26 @@ def test_embedding():
         )
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_layouts_of_a_tables_cotangents(sparse):
+    """CASES 1, 2, 3: bit for bit, and a stride of 0 is one of them."""
+    table = ms.nn.Embedding(5, 3, sparse=sparse, rng=0)
+    ids = np.array([[4, 0], [4, 4], [1, 0]])
+
+    def run(g):
+        table.zero_grad()
+        table(ids).backward(g)
+        g = table.weight.grad
+        return (g.to_dense() if sparse else g).tobytes()
+
+    g = np.random.default_rng(0).normal(size=(3, 2, 3)).astype(np.float32)
+    strided = np.repeat(np.repeat(g, 2, axis=0), 2, axis=2)[::2, :, ::2]
+    for other in (np.asfortranarray(g), g[::-1].copy()[::-1], strided):
+        other.flags.writeable = False
+        assert run(other) == run(g)
+    assert run(np.broadcast_to(np.float32(1.5), g.shape)) == run(np.full(g.shape, np.float32(1.5)))
+
+
 def test_modules_nested_in_lists_and_dicts():
     class Net(ms.nn.Module):
         def __init__(self):

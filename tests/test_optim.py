@@ -288,6 +288,53 @@ def test_rows_are_updated_as_a_small_parameter_would_be(name, options, dtype):
     opts[0].load_state_dict(state)
 
 
+def test_rows_are_skipped_by_request_only():
+    """CASES 33, 41: moments of rows that were not looked up decay, unless ``sparse=True``."""
+    for sparse in (False, True):
+        table = ms.nn.Embedding(3, 2, sparse=sparse, rng=0)
+        opt = ms.optim.Adam([table.weight], lr=1.0)
+        for row in (0, 1):
+            before = table.weight.data.copy()
+            opt.zero_grad()
+            table([row]).sum().backward()
+            opt.step()
+        moved = before - table.weight.data
+        np.testing.assert_allclose(moved[0], 0.0 if sparse else 0.670, atol=5e-4)
+        assert not moved[2].any()
+        state = opt.state_dict()["state"]["0"]
+        assert table.weight.dtype == state["mean"].dtype == state["mean_square"].dtype == np.float32
+        assert table.weight.grad.dtype == np.float32
+        assert ms.optim.clip_grad_norm([table.weight], 0.1) > 0.1
+        assert table.weight.grad.dtype == np.float32
+
+
+@pytest.mark.parametrize("saved_after", [0, 2])
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_row_sparse_training_goes_on(tmp_path, name, saved_after):
+    """CASES 42: through a file, with state that only touched rows have."""
+
+    def fresh():
+        table = ms.nn.Embedding(50, 3, sparse=True, rng=0)
+        options = {"momentum": 0.9} if name == "SGD" else {}
+        opt = getattr(ms.optim, name)([table.weight], lr=0.1, **options)
+        return table, opt, ms.optim.StepLR(opt, 2)
+
+    def steps(table, opt, schedule, first, last):
+        for step in range(first, last):
+            opt.zero_grad()
+            (table(np.random.default_rng(step).integers(50, size=9)) ** 2).sum().backward()
+            opt.step()
+            schedule.step()
+        return table.weight.data.tobytes(), opt.param_groups[0]["lr"], str(opt.state_dict())
+
+    expected, whole = steps(*fresh(), 0, 6), fresh()
+    steps(*whole, 0, saved_after)
+    ms.save(tmp_path / "s", {str(i): part.state_dict() for i, part in enumerate(whole)})
+    for i, part in enumerate(other := fresh()):
+        part.load_state_dict(ms.load(tmp_path / "s")[str(i)])
+    assert steps(*other, saved_after, 6) == expected
+
+
 def test_row_sparse_gradients():
     """Repeated rows add up; sums of them stay row-sparse, with a dense one they are dense."""
     table = ms.nn.Embedding(6, 2, sparse=True, dtype=np.float64, rng=0)

@@ -4,6 +4,7 @@ import ast
 import inspect
 import io
 import pathlib
+import re
 import tokenize
 
 import pytest
@@ -151,6 +152,19 @@ def test_no_deadline_while_something_compiles():
     """CASES 36."""
     for name in ("dev", "ci", "deep"):
         assert settings.get_profile(name).deadline is None
+
+
+def test_every_reported_fault_has_a_test():
+    """The faults that users reported are numbered; a test that holds one says "CASES" and which."""
+    named = set()
+    for path in pathlib.Path(__file__).parent.glob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                for numbers in re.findall(
+                    r"CASES ((?:\d+b?(?:, | and )?)+)", ast.get_docstring(node) or ""
+                ):
+                    named |= set(re.findall(r"\d+b?", numbers))
+    assert named == {*map(str, range(1, 43)), "19b"}
 
 
 def test_all_is_what_is_there():
