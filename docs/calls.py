@@ -433,7 +433,7 @@ def table(library):
             return "–"
         return "\n    ".join(["```python", *code.splitlines(), "```"])
 
-    lines = ["````{list-table}", ":header-rows: 1", ":widths: 20 42 38", ""]
+    lines = ["````{list-table}", ":header-rows: 1", ":class: calls", ""]
     lines += ["* - ", f"  - {TITLES[library]}", "  - minisparse"]
     for row in ROWS:
         lines += [f"* - {row[0]}", *(f"  - {block(cell(row, x))}" for x in (library, "minisparse"))]

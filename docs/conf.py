@@ -64,6 +64,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 nb_merge_streams = True
+nb_render_markdown_format = "myst"
 nb_output_stderr = "error"  # a warning has no place on a page
 
 html_theme = "pydata_sphinx_theme"

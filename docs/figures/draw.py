@@ -14,6 +14,7 @@ matplotlib.use("agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import LogLocator
 
 import minisparse as ms
 
@@ -44,6 +45,13 @@ def written(folder, name, figure, alt, caption, source=None):
             caption += " Other processes were busy meanwhile: these figures are rough."
     text = f":::{{figure}} /_generated/{name}.svg\n:alt: {alt}\n\n{caption}\n:::\n"
     (folder / f"{name}.md").write_text(text)
+
+
+def plain_ticks(ax):
+    """Mark 1, 2, 5, 10, ... on a logarithmic axis of y."""
+    ax.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_formatter("{x:g}")
 
 
 def everything(folder):
@@ -82,8 +90,8 @@ def speed(folder):
         ax.set(title=title, yscale="log", ylabel="times minisparse's time")
         ax.set_ylim(0.5)
         ax.axhline(1, color="black", linewidth=0.8)
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.legend(fontsize=9, ncols=3)
+        plain_ticks(ax)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     alt = "Bars of the time each peer takes over that of minisparse. " + "; ".join(said) + "."
     caption = (
         "How many times as long as minisparse each peer takes, on two threads in float32; a missing"
@@ -104,21 +112,21 @@ def scaling(folder):
         left.loglog(n, seconds * 1e3, marker + "-", label=threads)
     left.set(title="Time of a training step", xlabel="rows and columns", ylabel="milliseconds")
     left.legend()
-    peak, entries = np.array([r["peak"] for r in rows]), np.array([r["entries"] for r in rows])
+    peak = np.array([r["peak"] for r in rows])
     right.loglog(n, peak / 1e6, "o-", color=COLOURS["expert torch"], label="measured")
     dense = 4 * 4.0 * np.array(n) ** 2  # weight, gradient, two moments
     right.loglog(n, dense / 1e6, "--", color="#888888", label="dense weights and state")
     right.set(title="Peak memory", xlabel="rows and columns", ylabel="MB")
     right.legend()
+    plain_ticks(left)
     points = [
         f"{side:,} rows: {1e3 * r['seconds, 2 threads']:.3g} ms on two threads, {p / 1e6:.3g} MB"
         for side, r, p in zip(n, rows, peak, strict=True)
     ]
     alt = "Time and memory against the number of rows, both nearly straight lines. "
     caption = (
-        f"{table}: one training step (product, both gradients, Adam) at "
-        f"{entries[0] // n[0]} weights a row. The dashed line is what dense float32 weights, their "
-        "gradient and Adam's two moments would take."
+        f"One training step (product, both gradients, Adam): {table}. The dashed line is what "
+        "dense float32 weights, their gradient and Adam's two moments would take."
     )
     written(folder, "scaling", figure, alt + "; ".join(points) + ".", caption, source)
 
@@ -137,6 +145,9 @@ def crossover(folder):
         ax.axhline(1e3 * dense, ls="--", color="#c65d1e", label="PyTorch, dense")
         ax.set(title=f"{case['n']}², batch {case['batch']}", xlabel="% of the weights")
         ax.set(ylabel="ms a step")
+        ax.xaxis.set_major_formatter("{x:g}")
+        plain_ticks(ax)
+        ax.xaxis.set_major_formatter("{x:g}")
         crossing = case["crossings"]["torch dense"]
         if not isinstance(crossing, str):
             crossing = f"{100 * crossing:.0f} %"
@@ -168,26 +179,24 @@ def graph(folder):
     for _ in nodes:
         for above, below in edges:
             level[above] = max(level[above], level[below] + 1)
-    column = {"n0": 0.0}
-    for name in sorted(nodes, key=lambda n: (level[n], nodes[n][1] == "ellipse")):
-        for above in [a for a, below in edges if below == name]:
-            taken = [column[n] for n in column if level[n] == level[above]]
-            column.setdefault(above, max(taken, default=-1.0) + 1)
     leaves = [n for n, (_, shape) in nodes.items() if shape == "ellipse"]
+    place = {n: (0, level[n]) for n in nodes}  # operations in a column, leaves beside it
+    place |= {above: (1, level[below]) for above, below in edges if above in leaves}
     who = "bias of layer 2", "weight of layer 2", "bias of layer 1", "weight of layer 1"
     names = dict(zip(leaves, who, strict=True))  # those nearest to the loss come first
-    figure, ax = plt.subplots(figsize=(6, 8.2), layout="constrained")
+    figure, ax = plt.subplots(figsize=(5.5, 8.2), layout="constrained")
     for above, below in edges:
-        start, end = (column[above], -level[above] - 0.26), (column[below], -level[below] + 0.26)
-        ax.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": "#555555"})
+        (x, y), (to_x, to_y) = place[above], place[below]
+        side, down = (0.22 if x else 0), (0 if x else 0.36)
+        arrow = {"arrowstyle": "->", "color": "#555555", "shrinkA": 0, "shrinkB": 0}
+        ax.annotate("", (to_x + side, to_y + down), (x - side, y - down), arrowprops=arrow)
     for name, (label, shape) in nodes.items():
-        what = label.replace("\\n", "\n")
-        if name in names:
-            what = names[name] + "\n" + what.split("\n")[1]
+        what, numbers = label.split("\\n")
         box = {"boxstyle": "round,pad=0.35" if shape == "box" else "round,pad=0.35,rounding_size=1"}
         box |= {"facecolor": "#eaf3f7" if shape == "box" else "#fdf0e4", "edgecolor": "#555555"}
-        ax.text(column[name], -level[name], what, ha="center", va="center", bbox=box, fontsize=10)
-    ax.set(xlim=(-0.6, max(column.values()) + 0.6), ylim=(-max(level.values()) - 0.5, 0.5))
+        text = f"{names.get(name, what)}\n{numbers}"
+        ax.text(*place[name], text, ha="center", va="center", bbox=box, fontsize=10)
+    ax.set(xlim=(-0.45, 1.45), ylim=(-0.5, max(y for _, y in place.values()) + 0.5))
     ax.axis("off")
     operations = [nodes[n][0].split("\\n")[0] for n in nodes if nodes[n][1] == "box"][::-1]
     alt = f"A graph from four leaves down to the loss, through {', '.join(operations)}."
