@@ -147,7 +147,6 @@ def crossover(folder):
         ax.set(ylabel="ms a step")
         ax.xaxis.set_major_formatter("{x:g}")
         plain_ticks(ax)
-        ax.xaxis.set_major_formatter("{x:g}")
         crossing = case["crossings"]["torch dense"]
         if not isinstance(crossing, str):
             crossing = f"{100 * crossing:.0f} %"
