@@ -167,7 +167,7 @@ def jacobian(f, x):
 
     Returns
     -------
-    ndarray of shape (*output's shape, *x's shape)
+    ndarray of shape ``(*y.shape, *x.shape)`` for the output y
         Where x is sparse, its shape is that of its weights or values.
 
     Notes
@@ -201,7 +201,7 @@ def hessian(f, x):
 
     Returns
     -------
-    ndarray of shape (*x's shape, *x's shape)
+    ndarray of shape ``(*x.shape, *x.shape)``
 
     Notes
     -----

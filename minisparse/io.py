@@ -143,7 +143,7 @@ def load(path):
 
 def _unpacked(value, archive, patterns, unread):
     """Return what `value` stands for; each member is read once, so that no file grows in memory."""
-    if not isinstance(value, (dict, list)):  # a list is nothing that `save` writes
+    if type(value) not in (dict, list):  # a list is nothing that `save` writes
         return value
     ((kind, content),) = value.items()
     if kind == "dict":

@@ -6,7 +6,7 @@ from .engine import Tensor
 
 
 class Graph:
-    """What :func:`graph` returns.
+    """What :func:`minisparse.viz.graph` returns.
 
     Attributes
     ----------
