@@ -58,7 +58,7 @@ numpydoc_show_class_members = False
 nitpicky = True  # a reference that leads nowhere is an error
 nitpick_ignore_regex = [("py:.*", r"(numpy|scipy|hypothesis|torch|contextlib)\..*")]
 
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
@@ -76,11 +76,11 @@ html_theme_options = {
     "logo": {"text": "minisparse"},
     "navbar_align": "left",
     "navbar_end": ["theme-switcher"],
-    "header_links_before_dropdown": 7,
+    "header_links_before_dropdown": 8,
     "footer_start": ["copyright"],
     "footer_end": [],
 }
-html_sidebars = {"index": [], "performance": [], "changelog": [], "contributing": []}
+html_sidebars = {"index": [], "performance": [], "promises": [], "changelog": [], "contributing": []}
 
 
 def generate(app):
