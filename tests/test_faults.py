@@ -24,9 +24,9 @@ def interrupted(call, n):
     moments = itertools.count()
 
     def profile(frame, event, arg):
-        ours = frame.f_globals["__name__"].startswith("minisparse") and "__del__" not in names(
-            frame
-        )
+        ours = frame.f_globals.get("__name__", "").startswith(
+            "minisparse"
+        ) and "__del__" not in names(frame)
         if event in ("call", "return", "c_return") and ours and next(moments) == n:
             raise KeyboardInterrupt
 
