@@ -16,7 +16,7 @@ import minisparse as ms
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=50, **_common)
 settings.register_profile("ci", max_examples=50, derandomize=True, print_blob=True, **_common)
-settings.register_profile("deep", max_examples=int(os.environ.get("DEEP", 1000)), **_common)
+settings.register_profile("deep", max_examples=1000, **_common)
 
 
 def pytest_configure(config):

@@ -170,6 +170,14 @@ TABLE: list[Row] = [
         (ops.power,),
     ),
     Row(
+        "power at 0, 1 and 2",
+        ms.power,
+        np.power,
+        (positive(4), np.array([0.0, 1.0, 2.0, -0.0])),
+        (ops.power,),
+        order=3,
+    ),
+    Row(
         "clip",
         lambda x: ms.clip(x, -0.55, 1.05),
         lambda x: np.clip(x, -0.55, 1.05),

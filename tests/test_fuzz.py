@@ -210,7 +210,7 @@ def check_transform(p, out, draw, c, d, e):
             agree(np.sum(got * e[which]).astype(p.dtype), second, name)
 
 
-@often(8)
+@often(10)
 @given(p=programs(), data=st.data())
 def test_random_programs(p, data):
     """Values, gradients and second derivatives of whatever can be written, against NumPy."""

@@ -102,7 +102,8 @@ def power(x, y):
 def _(g, need, x, y, out, x_shape, y_shape):
     dx = dy = None
     if need[0]:
-        dx = fold(g * y * power(x, _where(1.0, y - 1, condition=y == 0)), x_shape)
+        zero = (y == 0) & (np.absolute(raw(x)) < np.finfo(x.dtype).tiny)  # 0 · 0 ** -1 is NaN
+        dx = fold(g * y * power(x, _where(1.0, y - 1, condition=zero)), x_shape)
     if need[1]:
         flat = (x == 0) & (y >= 0)
         log_x = log(_where(1.0, x, condition=flat))
