@@ -80,7 +80,13 @@ html_theme_options = {
     "footer_start": ["copyright"],
     "footer_end": [],
 }
-html_sidebars = {"index": [], "performance": [], "promises": [], "changelog": [], "contributing": []}
+html_sidebars = {
+    "index": [],
+    "performance": [],
+    "promises": [],
+    "changelog": [],
+    "contributing": [],
+}
 
 
 def generate(app):

@@ -1,15 +1,10 @@
 """The compiled kernels with every access checked, and structures to run them on.
 
 For a process of its own: see test_fuzz.py.
-
-The kernels reach memory through bare addresses, which Numba's own bounds checking does not see.
-`install` replaces their vocabulary before anything is compiled: what was an address becomes an
-address with the range of offsets that the array has, and who leaves it gets an IndexError.
 """
 
 import itertools
 
-import numba
 import numpy as np
 import scipy.sparse as sp
 from hypothesis import HealthCheck, given, settings
@@ -19,88 +14,8 @@ import minisparse as ms
 from minisparse import testing as mt
 from minisparse.kernels import Plan, cpu
 
+from .guards import CHUNKS, check_all
 from .test_properties import is_canonical, structures
-
-CHUNKS = 3  # each kernel does its work in so many, one after the other
-
-
-def install():
-    """Check every access from now on."""
-    data, get, load, put, transpose = cpu.data, cpu.get, cpu.load, cpu.put, cpu.transpose
-    check = numba.njit("void(int64, int64, int64, int64)", error_model="numpy", nogil=True)(_check)
-
-    @numba.njit
-    def checked_data(array):
-        low = high = np.int64(0)
-        for n, step in zip(array.shape, array.strides):  # noqa: B905 - Numba knows no strict
-            if n > 0 and step < 0:
-                low += (n - 1) * (step // array.itemsize)
-            elif n > 0:
-                high += (n - 1) * (step // array.itemsize)
-        return data(array), low, high + 1 if array.size else low
-
-    @numba.njit
-    def checked_get(array, i):
-        check(i, 1, array[1], array[2])
-        return get(array[0], np.int64(i))
-
-    @numba.njit
-    def checked_load(like, array, i):
-        check(i, cpu.width(like), array[1], array[2])
-        return load(like, array[0], np.int64(i))
-
-    @numba.njit
-    def checked_put(array, i, value):
-        check(i, lanes(value), array[1], array[2])
-        put(array[0], np.int64(i), value)
-
-    @numba.njit
-    def checked_transpose(like, out, to, out_step, x, at, x_step):
-        for r in range(cpu.width(like)):
-            check(to + r * out_step, cpu.width(like), out[1], out[2])
-            check(at + r * x_step, cpu.width(like), x[1], x[2])
-        transpose(like, out[0], to, out_step, x[0], at, x_step)
-
-    @numba.njit
-    def no_prefetch(like, array, i):
-        pass
-
-    cpu.data, cpu.get, cpu.load, cpu.put = checked_data, checked_get, checked_load, checked_put
-    cpu.transpose, cpu.prefetch, cpu.zeros = checked_transpose, no_prefetch, zeros
-    cpu._Kernel.__call__ = _in_chunks
-    ms.set_num_threads(2)  # which sparse products make room for
-
-
-def _check(i, n, low, high):
-    if i < low or i + n > high:
-        raise IndexError
-
-
-@numba.extending.intrinsic(prefer_literal=True)
-def zeros(typingctx, array, size):
-    """See `cpu.zeros`; the array may be a checked address."""
-    dtype = getattr(array, "types", [array])[0].dtype
-    vec = cpu.Vec(dtype, max(1, size.literal_value * 8 // dtype.bitwidth))
-    return cpu._of(vec(array, size), lambda builder, vector, *_: vector(None))
-
-
-def lanes(value):
-    """The number of numbers that `put` writes."""
-
-
-@numba.extending.overload(lanes)
-def _(value):
-    if isinstance(value, cpu.Vec):
-        return lambda value: cpu.width(value)
-    return lambda value: 1
-
-
-def _in_chunks(self, key, work, *args, most=cpu.MAX_CHUNKS):
-    kernel = self.serial.get(key) or self.compile(key, args)
-    chunks = min(CHUNKS, most)
-    for c in range(chunks):
-        kernel(c, chunks, *args)
-
 
 # -------------------------------------------------------------------- what the checks must notice
 
@@ -235,7 +150,7 @@ def main(max_examples, derandomize):
             assert is_canonical(p.shape, p.indptr.tolist(), p.indices.tolist())
             use(p, data.draw)
 
-    install()
+    check_all()
     missed = prove()
     assert not missed, missed
     run()

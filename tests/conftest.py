@@ -22,10 +22,10 @@ settings.register_profile("deep", max_examples=1000, **_common)
 def pytest_configure(config):
     if not config.getoption("--hypothesis-profile"):  # which Hypothesis loads itself
         settings.load_profile("ci" if os.environ.get("CI") else "dev")
-    if config.getoption("--fence"):
-        from .fence import fence_all
+    if guard := config.getoption("--guard"):
+        from . import guards
 
-        fence_all()
+        {"fence": guards.fence_all, "check": guards.check_all}[guard]()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -46,7 +46,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--fence", action="store_true", help="guard the memory around all arrays")
+    parser.addoption("--guard", choices=["fence", "check"], help="of memory: see guards.py")
 
 
 def pytest_collection_modifyitems(items):

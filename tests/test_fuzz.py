@@ -523,6 +523,7 @@ def test_a_forged_file_is_refused_or_could_have_been_saved(file, state, data):
 # -------------------------------------------------------------------------------------- structures
 
 
+@pytest.mark.compiled
 def test_no_structure_leads_out_of_bounds(in_new_process, tmp_path, record_property):
     """CASES 12: whatever a door lets in, kernels with every access checked stay inside."""
     profile = settings()

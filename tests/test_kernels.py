@@ -343,19 +343,19 @@ def test_panels(monkeypatch, k, dtype, layout):
 
 
 def test_fence(in_new_process):
-    """What `pytest --fence` relies on: one element out, on either side, ends the process."""
+    """What `pytest --guard=fence` relies on: one element out, on either side, ends the process."""
     in_new_process(
         """
 import os, signal, numpy as np
 from minisparse.kernels import cpu
-import fence
+import guards
 
 @cpu.body
 def copy_one(chunk, chunks, out, x, i):
     cpu.put(cpu.data(out), 0, cpu.get(cpu.data(x), i))
 
 kernel = cpu._Kernel(copy_one)
-fence.fence_all()
+guards.fence_all()
 for i in (0, 7, 8, -1):
     out, pid = np.zeros(1), os.fork()
     if not pid:
