@@ -82,7 +82,8 @@ html_theme_options = {
     "footer_start": ["copyright"],
     "footer_end": [],
 }
-html_sidebars = {"index": [], "performance": [], "promises": [], "changelog": [], "contributing": []}
+alone = "index", "performance", "promises", "changelog", "contributing"
+html_sidebars = dict.fromkeys(alone, [])  # pages that head no section
 
 
 def generate(app):
