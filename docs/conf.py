@@ -83,7 +83,7 @@ html_theme_options = {
     "footer_end": [],
 }
 alone = "index", "performance", "promises", "changelog", "contributing"
-html_sidebars = dict.fromkeys(alone, [])  # pages that head no section
+html_sidebars = {page: [] for page in alone}  # pages that head no section
 
 
 def generate(app):
