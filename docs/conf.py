@@ -13,8 +13,7 @@ import tempfile
 from pathlib import Path
 
 from docutils import nodes
-from docutils.utils.math import MathError
-from docutils.utils.math.latex2mathml import tex2mathml
+from latex2mathml.converter import convert
 from sphinx.util import logging
 
 import minisparse
@@ -44,7 +43,10 @@ extensions = [
 ]
 # reStructuredText comes first: what autosummary writes has the first suffix.
 source_suffix = {".rst": "restructuredtext", ".md": "myst-nb", ".ipynb": "myst-nb"}
-exclude_patterns = ["_build", "_generated", "figures", "jupyter_execute"]  # the last is myst-nb's
+exclude_patterns = [
+    "_build", "_generated", "figures", "jupyter_execute",  # the last is myst-nb's
+    "course/*.ipynb",  # made by a reader, of the chapters
+]  # fmt: skip
 templates_path = ["_templates"]
 
 autosummary_filename_map = {  # file systems that do not tell small letters from capitals
@@ -76,17 +78,12 @@ html_theme_options = {
     "logo": {"text": "minisparse"},
     "navbar_align": "left",
     "navbar_end": ["theme-switcher"],
-    "header_links_before_dropdown": 8,
+    "header_links_before_dropdown": 6,
     "footer_start": ["copyright"],
     "footer_end": [],
 }
-html_sidebars = {
-    "index": [],
-    "performance": [],
-    "promises": [],
-    "changelog": [],
-    "contributing": [],
-}
+alone = "index", "performance", "promises", "changelog", "contributing"
+html_sidebars = {page: [] for page in alone}  # pages that head no section
 
 
 def generate(app):
@@ -101,10 +98,10 @@ def generate(app):
 
 def visit_math(self, node):
     """Write a formula as MathML, which browsers set by themselves: no script, no network."""
-    try:
-        self.body.append(tex2mathml(node.astext(), as_block=node.tagname == "math_block"))
-    except MathError as error:
-        logging.getLogger(__name__).warning("%s", error, location=node)
+    mathml = convert(node.astext(), display="block" if node.tagname == "math_block" else "inline")
+    if "\\" in mathml or ">&<" in mathml:  # what it does not know, it leaves as it is
+        logging.getLogger(__name__).warning("not understood: %s", node.astext(), location=node)
+    self.body.append(mathml)
     raise nodes.SkipNode
 
 

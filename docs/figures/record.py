@@ -33,19 +33,24 @@ PARTS = {
 """Part of the benchmarks: its options."""
 
 
+def disturbed():
+    """Return whether other processes use the processors now."""
+    before = others([])
+    time.sleep(3)
+    return (others([]) - before) / 3 > 0.1
+
+
 def record(part, options):
     """Run one part; put the command and the machine into its file."""
     path = HERE / f"{part}.json"
     words = ["-m", "benchmarks", part, *options]
     command = [sys.executable, *words, "--json", str(path)]
-    before = others([])
-    time.sleep(3)
-    busy = (others([]) - before) / 3 > 0.1
+    busy = disturbed()
     done = subprocess.run(command, cwd=HERE.parents[1], stdout=subprocess.PIPE, text=True)
     print(done.stdout, flush=True)
     done.check_returncode()
     about = {"command": shlex.join(["python", *words]), "machine": done.stdout.splitlines()[0]}
-    about["disturbed"] = busy or "disturbed: other processes" in done.stdout
+    about["disturbed"] = busy or disturbed() or "disturbed: other processes" in done.stdout
     path.write_text(json.dumps(about | json.loads(path.read_text()), indent=1) + "\n")
 
 
