@@ -371,22 +371,6 @@ for i in (0, 7, 8, -1):
     )
 
 
-def test_offsets_in_64_bits():
-    """CASES 18: row × width beyond 2³¹, in memory that is reserved and never touched."""
-    n, k = 2**27 + 1, 17
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    try:
-        x = np.frombuffer(mmap.mmap(-1, n * k * 4, flags=flags), np.float32).reshape(n, k)
-    except (OSError, ValueError):
-        pytest.skip("no address space")
-    x[-1], x[5] = np.arange(k), 1
-    plan = kernels.Plan(np.array([0, 2], np.int32), np.array([5, n - 1], np.int32), n)
-    values = np.array([2, 3], np.float32)
-    assert kernels.spmm(plan, values, x).tolist() == [[2 + 3 * c for c in range(k)]]
-    u = np.ones((1, k), np.float32)
-    assert kernels.sddmm(plan, u, x).tolist() == [k, k * (k - 1) / 2]
-
-
 def reserved(n, dtype=np.float32):
     """Return an array of n zeros, in memory that is there once it is touched."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -394,6 +378,18 @@ def reserved(n, dtype=np.float32):
         return np.frombuffer(mmap.mmap(-1, n * np.dtype(dtype).itemsize, flags=flags), dtype)
     except (OSError, ValueError):
         pytest.skip("no address space")
+
+
+def test_offsets_in_64_bits():
+    """CASES 18: row × width beyond 2³¹, in memory that is reserved and never touched."""
+    n, k = 2**27 + 1, 17
+    x = reserved(n * k).reshape(n, k)
+    x[-1], x[5] = np.arange(k), 1
+    plan = kernels.Plan(np.array([0, 2], np.int32), np.array([5, n - 1], np.int32), n)
+    values = np.array([2, 3], np.float32)
+    assert kernels.spmm(plan, values, x).tolist() == [[2 + 3 * c for c in range(k)]]
+    u = np.ones((1, k), np.float32)
+    assert kernels.sddmm(plan, u, x).tolist() == [k, k * (k - 1) / 2]
 
 
 def test_places_in_64_bits():
