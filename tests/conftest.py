@@ -39,10 +39,16 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_terminal_summary(terminalreporter):
+    """Add up what tests recorded of themselves."""
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.getreports(kind)]
-    counts = [n for r in reports if r.when == "call" for k, n in r.user_properties if k == "inputs"]
-    if counts:
-        terminalreporter.line(f"{sum(counts):,} inputs tried in {len(counts)} property tests")
+    told = [told for r in reports if r.when == "call" for told in r.user_properties]
+    for kind, line in (
+        ("inputs", "{:,} inputs tried in {} property tests"),
+        ("forks", "{:,} forks survived in {} tests of processes"),
+    ):
+        counts = [count for name, count in told if name == kind]
+        if counts:
+            terminalreporter.line(line.format(sum(counts), len(counts)))
 
 
 def pytest_addoption(parser):

@@ -5,6 +5,7 @@ import mmap
 import os
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -824,6 +825,15 @@ def test_cache_is_used_and_heals(in_new_process, copied):
             file.write_bytes(content[: int(keep * len(content))])
             assert hits() == 0
         assert hits() == 1
+
+
+def test_processes_that_compile_at_once(in_new_process, copied):
+    """CASES 38: four with one empty cache; all are right, and leave it whole."""
+    source = GATHER.format(site=str(copied.parent.parent))
+    with ThreadPoolExecutor(4) as pool:
+        runs = [pool.submit(in_new_process, source, NUMBA_CACHE_DIR="") for _ in range(4)]
+        assert all(run.result().endswith("__pycache__\n") for run in runs)
+    assert in_new_process(source, NUMBA_CACHE_DIR="").startswith("1 ")
 
 
 @pytest.mark.parametrize("cache_dir", ["", "/dev/null/nowhere"])

@@ -675,14 +675,15 @@ def environment(layer, threads=4):
 
 @pytest.mark.parametrize("layer", ["omp", "workqueue", "tbb"])
 @pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name != "same_bits"])
-def test_matrix(in_new_process, known, tmp_path, scenario, layer):
+def test_matrix(in_new_process, known, tmp_path, record_property, scenario, layer):
     """CASES 37: no abort, no hang, no bit that differs, no setting touched."""
     if scenario == "beside_torch" and not importlib.util.find_spec("torch"):
         pytest.skip("torch is not installed")
     cache = {"NUMBA_CACHE_DIR": str(tmp_path)} if scenario == "fork_during_first_use" else {}
-    in_new_process(
+    out = in_new_process(
         Path(__file__), scenario, EXPECTED=known, timeout=240, **environment(layer), **cache
     )
+    record_property("forks", out.count("fork survived"))
 
 
 def test_numba_with_one_thread(in_new_process, known):
