@@ -82,7 +82,7 @@ html_theme_options = {
     "footer_start": ["copyright"],
     "footer_end": [],
 }
-alone = "index", "performance", "promises", "changelog", "contributing"
+alone = "index", "performance", "promises", "security", "changelog", "contributing"
 html_sidebars = {page: [] for page in alone}  # pages that head no section
 
 
