@@ -282,17 +282,21 @@ class Program:
             values.append(node.ours(*args))
         return values
 
-    def interpret(self, given, noise=0, only=None):
+    def interpret(self, given, noise=0, only=None, held=None):
         """Return all values as computed by NumPy; None in place of those not in `only`.
 
         With `noise`, each result is off by a random rounding error, the same for the same number:
-        what it changes is what floating point leaves open.
+        what it changes is what floating point leaves open. What is detached is a constant: with
+        `held`, all values of another run, it is what it was there.
         """
         rng, values = np.random.default_rng(noise), []
         eps = np.finfo(self.dtype).eps
         for number, node in enumerate(self.nodes):
             if only is not None and number not in only:
                 values.append(None)
+                continue
+            if held and node.name == "Tensor.detach":
+                values.append(held[number])
                 continue
             args = [values[i] for i in node.args] if node.leaf is None else [given[node.leaf]]
             value = node.naive(*args)

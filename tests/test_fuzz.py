@@ -67,10 +67,13 @@ class Derivatives:
 
     def along(self, d, shift=None, noise=0):
         """Return J d at the leaves plus `shift`, without a tolerance."""
-        leaves = self.p.leaves if shift is None else map(np.add, self.p.leaves, shift)
+        leaves, held = self.p.leaves, None
+        if shift is not None:
+            held = self.p.interpret(leaves, noise, self.only)
+            leaves = map(np.add, leaves, shift)
         moved = [x + 1j * STEP * v for x, v in zip(leaves, d, strict=True)]
         with np.errstate(all="ignore"):
-            return plain(self.p.interpret(moved, noise, self.only)[self.out]).imag / STEP
+            return plain(self.p.interpret(moved, noise, self.only, held)[self.out]).imag / STEP
 
     def pushed(self, d):
         """J d."""

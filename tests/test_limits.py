@@ -105,7 +105,7 @@ X = ms.tensor(np.ones((60, 8)), requires_grad=True)
         """
 S = ms.sddmm(X, X, p).row_softmax()
 T = (S @ V + S * 2 - V).scale(rows=np.ones(60))[::2]
-whole = ms.block([[T, None], [ms.block_diag([T, S]), V]])
+whole = ms.block_diag([ms.block([[T, None], [S, V]]), T])
 out = whole.row_max().sum() + whole.T.row_logsumexp().sum() + (S @ X).sum() + whole.diagonal().sum()
 out.backward()
 X.grad = V.grad = None
