@@ -20,7 +20,7 @@ from hypothesis.extra import numpy as hnp
 
 import minisparse as ms
 
-from .test_properties import laid_out
+from .layouts import LAYOUTS, laid_out
 
 STEP = 1e-20
 MARGIN = 0.01  # how far from a kink a number stays, where it does not lie on it exactly
@@ -61,29 +61,6 @@ def plain(value):
         value = ms.SparseTensor.from_scipy(value)
     value = value.values if isinstance(value, ms.SparseTensor) else value
     return value.data if isinstance(value, ms.Tensor) else np.asarray(value)
-
-
-def sliced(x):
-    around = np.full([2 * n + 1 for n in x.shape], np.nan, x.dtype)
-    view = around[(..., *[slice(1, None, 2)] * x.ndim)]
-    view[...] = x
-    return view
-
-
-def unaligned(x):
-    out = np.ndarray(x.shape, x.dtype, bytearray(x.nbytes + 1), offset=1)
-    out[...] = x
-    return out
-
-
-LAYOUTS = {
-    "C": lambda x: np.array(x, order="C"),
-    "Fortran": lambda x: np.array(x, order="F"),
-    "sliced": sliced,
-    "reversed": lambda x: np.flip(np.flip(x).copy()),
-    "read-only": lambda x: np.broadcast_to(x, x.shape),
-    "unaligned": unaligned,
-}
 
 
 class Program:

@@ -20,7 +20,8 @@ from minisparse.kernels import memory
 from minisparse.ops import RowGrad
 
 from . import test_io
-from .programs import LAYOUTS, OPS, STEP, TRANSFORMS, plain, programs
+from .layouts import LAYOUTS
+from .programs import OPS, STEP, TRANSFORMS, plain, programs
 
 
 @pytest.fixture(autouse=True, scope="module")

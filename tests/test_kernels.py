@@ -18,6 +18,8 @@ import minisparse
 from minisparse import kernels
 from minisparse.kernels import cpu, memory
 
+from . import layouts
+
 pytestmark = pytest.mark.compiled
 DTYPES = ["float32", "float64"]
 INDEX = ["int32", "int64"]
@@ -501,36 +503,13 @@ def test_bitwise_for_every_thread_count(monkeypatch, threads, dtype, index):
                 check_same(a, b)
 
 
-def unaligned(x):
-    memory = np.empty(x.nbytes + 1, np.uint8)
-    out = memory[1:].view(x.dtype).reshape(x.shape)
-    out[...] = x
-    return out
-
-
-def spread(x):
-    out = np.full(tuple(2 * n for n in x.shape), np.nan, x.dtype)
-    out = out[tuple(slice(None, None, 2) for _ in x.shape)]
-    out[...] = x
-    return out
-
-
-def read_only(x):
-    x = x.copy()
-    x.flags.writeable = False
-    return x
-
-
 LAYOUTS = {
-    "fortran": np.asfortranarray,
-    "sliced": spread,
+    **layouts.LAYOUTS,
     "sliced rows": lambda x: np.repeat(x, 2, axis=0)[::2],
-    "negative": lambda x: np.ascontiguousarray(x[::-1])[::-1],
+    "negative rows": lambda x: np.ascontiguousarray(x[::-1])[::-1],
     "negative columns": lambda x: np.ascontiguousarray(x[..., ::-1])[..., ::-1],
-    "unaligned": unaligned,
-    "unaligned fortran": lambda x: unaligned(np.ascontiguousarray(x.T)).T,
-    "part of fortran": lambda x: np.asfortranarray(np.repeat(x, 2, axis=0))[::2],
-    "read-only": read_only,
+    "unaligned Fortran": lambda x: layouts.unaligned(x.T).T,
+    "part of Fortran": lambda x: np.asfortranarray(np.repeat(x, 2, axis=0))[::2],
     "memmap": lambda x: x.view(np.memmap),
 }
 

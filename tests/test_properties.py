@@ -21,6 +21,8 @@ from minisparse import sparse as mss
 from minisparse import testing as mt
 from minisparse.pattern import IndexMap
 
+from .layouts import laid_out
+
 DTYPES = st.sampled_from([np.float32, np.float64])
 SIDES = st.tuples(st.integers(0, 5), st.integers(0, 5))
 ANY_FORMAT = st.sampled_from(mt.FORMATS)
@@ -323,17 +325,6 @@ def test_transposed_views(data):
 
 
 # --------------------------------------------------------------------------------------- layouts
-
-
-@ms.primitive
-def laid_out(x, *, array):
-    """Return an array that holds the numbers of x, as it lies; ms.tensor copies into C order."""
-    return array
-
-
-@laid_out.vjp
-def _(g, need):
-    return g
 
 
 @BACKENDS
