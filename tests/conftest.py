@@ -70,13 +70,17 @@ def _compiled():
 
 @pytest.fixture
 def in_new_process():
-    """Run source code, or a file with arguments, in a process of its own; return its output."""
+    """Run source code, or a file with arguments, in a process of its own; return its output.
 
-    def run(source, *arguments, timeout=120, **environment):
+    It may import from `tests`.  Who takes `timeout` seconds hangs.
+    """
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+
+    def run(source, *arguments, timeout=600, **environment):
         command = [source] if isinstance(source, Path) else ["-c", source]
         process = subprocess.Popen(
             [sys.executable, *command, *arguments],
-            env={**os.environ, **environment},
+            env={**os.environ, "PYTHONPATH": path, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -60,7 +60,6 @@ def run(name, arguments, folder):
         env={**os.environ, "MPLBACKEND": "agg"},
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

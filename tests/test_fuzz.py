@@ -8,7 +8,6 @@ import json
 import tracemalloc
 import warnings
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -532,7 +531,6 @@ def test_no_structure_leads_out_of_bounds(in_new_process, tmp_path, record_prope
     """CASES 12: whatever a door lets in, kernels with every access checked stay inside."""
     profile = settings()
     printed = in_new_process(
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
         "from tests import checked\n"
         f"print(*checked.main({profile.max_examples}, {profile.derandomize}))\n",
         timeout=7200,

@@ -2,7 +2,6 @@
 
 import gc
 import mmap
-import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -351,7 +350,7 @@ def test_fence(in_new_process):
         """
 import os, signal, numpy as np
 from minisparse.kernels import cpu
-import guards
+from tests import guards
 
 @cpu.body
 def copy_one(chunk, chunks, out, x, i):
@@ -369,8 +368,7 @@ for i in (0, 7, 8, -1):
         assert status == 0
     else:
         assert os.WTERMSIG(status) in (signal.SIGSEGV, signal.SIGBUS)
-""",
-        PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+"""
     )
 
 

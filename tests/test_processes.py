@@ -632,8 +632,8 @@ def settings():
 
 def run(name):
     faulthandler.register(signal.SIGALRM, chain=True)  # who hangs says where
-    signal.alarm(200)
-    os.register_at_fork(after_in_child=functools.partial(signal.alarm, 150))
+    signal.alarm(500)
+    os.register_at_fork(after_in_child=functools.partial(signal.alarm, 400))
     ms.set_num_threads(4)
     if name == "beside_torch":
         importlib.import_module("torch")
@@ -680,16 +680,12 @@ def test_matrix(in_new_process, known, tmp_path, record_property, scenario, laye
     if scenario == "beside_torch" and not importlib.util.find_spec("torch"):
         pytest.skip("torch is not installed")
     cache = {"NUMBA_CACHE_DIR": str(tmp_path)} if scenario == "fork_during_first_use" else {}
-    out = in_new_process(
-        Path(__file__), scenario, EXPECTED=known, timeout=240, **environment(layer), **cache
-    )
+    out = in_new_process(Path(__file__), scenario, EXPECTED=known, **environment(layer), **cache)
     record_property("forks", out.count("fork survived"))
 
 
 def test_numba_with_one_thread(in_new_process, known):
-    in_new_process(
-        Path(__file__), "four_threads", EXPECTED=known, timeout=240, **environment("omp", 1)
-    )
+    in_new_process(Path(__file__), "four_threads", EXPECTED=known, **environment("omp", 1))
 
 
 def test_same_bits(in_new_process, known):
@@ -702,7 +698,6 @@ def test_same_bits(in_new_process, known):
                 "same_bits",
                 EXPECTED=known,
                 OPENBLAS_NUM_THREADS=blas,
-                timeout=240,
                 **environment(layer),
             )
         )
