@@ -7,14 +7,17 @@ import pytest
 
 pytestmark = pytest.mark.compiled
 
-PEAK = r"""
-import re
+MEMORY = r"""
+import os, re
 import numpy as np
 import minisparse as ms
 
 def peak():  # of this program alone: getrusage would count what the process was before it
     with open("/proc/self/status") as status:
         return int(re.search(r"VmHWM:\s+(\d+) kB", status.read())[1]) * 1024 / 1e6
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 def step(n, fan_in, k, optimizer=False):
     layer = ms.nn.SparseLinear(n, n, fan_in=fan_in, bias=False, rng=0)
@@ -44,8 +47,9 @@ linux = pytest.mark.skipif(
 )
 def test_peak_memory(in_new_process, call, limit):
     """CASES 5: memory of forward and backward in proportion to what is stored, in MB."""
-    in_new_process(f"{PEAK}\nstep(3, 1, 1, optimizer=True)\nstep(3, 1, 2)")  # compiles, and caches
-    printed = in_new_process(f"{PEAK}\n{call}\nprint(peak())")
+    # The first compiles, and caches.
+    in_new_process(f"{MEMORY}\nstep(3, 1, 1, optimizer=True)\nstep(3, 1, 2)")
+    printed = in_new_process(f"{MEMORY}\n{call}\nprint(peak())")
     assert float(printed) < limit
 
 
@@ -53,7 +57,7 @@ def test_peak_memory(in_new_process, call, limit):
 def test_sddmm_memory(in_new_process):
     """CASES 6: five entries of a 20,000 × 20,000 matrix; dense, it would take 3.2 GB."""
     printed = in_new_process(
-        f"""{PEAK}
+        f"""{MEMORY}
 n = 20_000
 pattern = ms.Pattern.from_coords([0, 5, 100, 7_000, n - 1], [3, n - 1, 0, 7_000, 12], (n, n))
 U, V = (ms.tensor(np.ones((n, 4)), requires_grad=True) for _ in range(2))
@@ -70,16 +74,14 @@ print(peak())
 def test_a_thousand_steps_take_no_more_memory(in_new_process, collect):
     """CASES 8: flat after the first few steps, also with the garbage collector off."""
     printed = in_new_process(
-        f"""{PEAK}
-import gc, os
+        f"""{MEMORY}
+import gc
 if not {collect}:
     gc.disable()
 net = ms.nn.Sequential(ms.nn.SparseLinear(500, 300, fan_in=20, rng=0), ms.nn.Tanh(),
                        ms.nn.SparseLinear(300, 10, density=0.5, rng=1))
 opt = ms.optim.Adam(net.parameters(), lr=1e-3)
 x, y = np.ones((128, 500), np.float32), np.arange(128) % 10
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 for i in range(1050):
     opt.zero_grad()
     loss = ms.nn.cross_entropy(net(x), y)
@@ -217,12 +219,10 @@ def test_a_thousand_steps_of_each_kind(in_new_process, subject):
     if "PyTorch" in subject:
         pytest.importorskip("torch", reason="the layer for PyTorch needs PyTorch")
     printed = in_new_process(
-        f"""{PEAK}
-import gc, os, pickle, tempfile, weakref
+        f"""{MEMORY}
+import gc, pickle, tempfile, weakref
 import scipy.sparse as sp
 from minisparse.kernels import memory
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 {start}
 for step in range(1100):
     if step == 99:
