@@ -37,8 +37,7 @@ def _union(p, q):
 def _intersection(p, q):
     pattern, at_p, at_q = _merged(p, q)
     both = np.flatnonzero((at_p >= 0) & (at_q >= 0))
-    rows, columns = pattern.rows[both], pattern.indices[both]
-    pattern = Pattern.from_coords(rows, columns, p.shape)
+    pattern = Pattern.from_coords(pattern.rows[both], pattern.indices[both], p.shape)
     return pattern, IndexMap(at_p[both], p.nnz), IndexMap(at_q[both], q.nnz)
 
 
@@ -50,10 +49,9 @@ def _gathered_sum(a, b, *, map_a, map_b):
 
 @_gathered_sum.vjp
 def _(g, need, map_a, map_b):
-    return (
-        segment_sum(g, index_map=map_a) if need[0] else None,
-        segment_sum(g, index_map=map_b) if need[1] else None,
-    )
+    da = segment_sum(g, index_map=map_a) if need[0] else None
+    db = segment_sum(g, index_map=map_b) if need[1] else None
+    return da, db
 
 
 def _gathered_product(a, b, map_a, map_b):
@@ -74,8 +72,7 @@ def _elementwise(function, merge, merged):
         if x.pattern == y.pattern:
             return x.with_values(function(x.values, y.values))
         pattern, map_x, map_y = merge(x.pattern, y.pattern)
-        values = merged(x.values, y.values, map_x, map_y)
-        return SparseTensor(pattern, values)
+        return SparseTensor(pattern, merged(x.values, y.values, map_x, map_y))
 
     return operator
 
@@ -107,10 +104,9 @@ def spgemm(a, b, *, left, right, out):
 
 @spgemm.vjp(a=1, b=0)
 def _(g, need, a, b, left, right, out):
-    return (
-        _spgemm_dot(g, b, left=out, right=right, out=left) if need[0] else None,
-        _spgemm_dot(g, a, left=out, right=left, out=right, transpose=True) if need[1] else None,
-    )
+    da = _spgemm_dot(g, b, left=out, right=right, out=left) if need[0] else None
+    db = _spgemm_dot(g, a, left=out, right=left, out=right, transpose=True) if need[1] else None
+    return da, db
 
 
 @primitive
@@ -200,8 +196,7 @@ def _select(pattern, rows):
     """Return the pattern of some rows, and the number of each of its entries in `pattern`."""
     counts = (pattern.indptr[rows + 1] - pattern.indptr[rows]).astype(np.int64)
     ends = np.cumsum(counts)
-    shift = pattern.indptr[rows] - (ends - counts)
-    entries = np.repeat(shift, counts) + np.arange(counts.sum())
+    entries = np.repeat(pattern.indptr[rows] - (ends - counts), counts) + np.arange(counts.sum())
     shape = len(rows), pattern.shape[1]
     return Pattern._trusted(shape, np.append(0, ends), pattern.indices[entries]), entries
 
@@ -265,8 +260,7 @@ class _Members(SparseTensor):
 
     def row_mean(self):
         """Return the mean of the stored entries of each row, shape (n_rows,); 0 of none."""
-        counts = np.maximum(self.pattern.fan_in, 1).astype(self.dtype)
-        return self.sum(axis=1) / counts
+        return self.sum(axis=1) / np.maximum(self.pattern.fan_in, 1).astype(self.dtype)
 
     def row_max(self):
         """Return the largest stored entry of each row, shape (n_rows,); -inf of none.
@@ -309,8 +303,7 @@ def _layout(n_columns, *patterns):
     """Return the pattern of a grid of blocks, and where its entries stand in their sequence."""
     blocks, total = [], 0
     for p in patterns:
-        numbers = None if p is None else np.arange(total, total + p.nnz)
-        blocks.append(p and p.to_scipy(numbers))
+        blocks.append(p and p.to_scipy(np.arange(total, total + p.nnz)))
         total += p.nnz if p else 0
     grid = [blocks[i : i + n_columns] for i in range(0, len(blocks), n_columns)]
     whole = sp.block_array(grid, format="csr")

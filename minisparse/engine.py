@@ -292,8 +292,7 @@ class _Op:
         self.offers |= {p.name: ("structure", p) for p in params[len(arrays) :]}
         if any(p.default is not p.empty for p in arrays):
             raise TypeError(f"{self.name}: what has a default is structure and comes after the *")
-        places = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in params]
-        self.by_place = inspect.Signature(places)
+        self.by_place = inspect.Signature([p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in params])
 
     def rebind(self, args, kwargs):
         """Sort operands given by name, and structure given by position, into their places."""

@@ -246,7 +246,6 @@ def value_and_grad(f):
     @functools.wraps(f)
     def both(*primals):
         y, leaves = _evaluate(f, primals, "value_and_grad", scalar=True)
-        gradients = grad(y, leaves)
-        return y.item(), _one_or_all(gradients)
+        return y.item(), _one_or_all(grad(y, leaves))
 
     return both

@@ -565,8 +565,7 @@ def bce_with_logits(logits, targets, *, reduction="mean"):
         raise ValueError(f"bce_with_logits: {shapes}")
     x = logits if isinstance(logits, Tensor) else as_floats(logits)
     t = targets if isinstance(targets, Tensor) else as_floats(targets)
-    losses = ops.softplus(-x) * t + ops.softplus(x) * (1 - t)
-    return _reduced(losses, reduction)
+    return _reduced(ops.softplus(-x) * t + ops.softplus(x) * (1 - t), reduction)
 
 
 def cross_entropy(logits, labels, *, reduction="mean"):

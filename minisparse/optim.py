@@ -172,11 +172,11 @@ class Optimizer:
             if fresh is None or set(fresh) != set(given):
                 raise ValueError(f"{name}: there is no parameter {i} with state {sorted(given)}")
             for key, start in fresh.items():
-                value, like = np.asarray(given[key]), start[0] if key == "step" else start
-                if value.shape != like.shape or value.dtype.kind != like.dtype.kind:
-                    wrong = f"{value.dtype} of shape {value.shape}, not {like.dtype} {like.shape}"
+                value = np.asarray(given[key])
+                if value.shape != start.shape or value.dtype.kind != start.dtype.kind:
+                    wrong = f"{value.dtype} of shape {value.shape}, not {start.dtype} {start.shape}"
                     raise ValueError(f"{name}: {key} of parameter {i} is {wrong}")
-                fresh[key] = value.reshape(start.shape).astype(start.dtype, order="C")
+                fresh[key] = value.astype(start.dtype, order="C")
             if fresh.get("step", 0) < 0:
                 raise ValueError(f"{name}: step of parameter {i} is {fresh['step']}")
             loaded[leaves[i]] = fresh
@@ -210,13 +210,9 @@ def _options(entries):
 
 
 def _copied(entries):
-    """Copy numbers, and arrays and tuples as arrays; the array of one step is a number."""
-    copies = {
-        key: np.array(value) if isinstance(value, (tuple, np.ndarray)) else value
-        for key, value in entries.items()
-        if key != "params"
-    }
-    return {**copies, "step": copies["step"].item()} if "step" in copies else copies
+    """Copy numbers, and arrays and tuples as arrays; the array that holds the step is a number."""
+    own = {k: v.item() if k == "step" else v for k, v in entries.items() if k != "params"}
+    return {k: np.array(v) if isinstance(v, (tuple, np.ndarray)) else v for k, v in own.items()}
 
 
 class SGD(Optimizer):
@@ -311,7 +307,7 @@ class Adam(Optimizer):
             raise ValueError(f"{type(self).__name__}: betas={betas} must be two numbers in [0, 1)")
 
     def _new_state(self, p, zeros):
-        return {"step": np.zeros(1, np.int64), "mean": zeros(p), "mean_square": zeros(p)}
+        return {"step": np.zeros((), np.int64), "mean": zeros(p), "mean_square": zeros(p)}
 
     def _update(self, array, g, state, group):
         lr, betas, eps, decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))

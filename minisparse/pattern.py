@@ -238,8 +238,7 @@ class Pattern:
     @cached_property
     def fan_out(self):
         """Number of entries in each column, shape (n_cols,)."""
-        counts = np.bincount(self.indices, minlength=self.shape[1])
-        return _frozen(counts, self.indices.dtype)
+        return _frozen(np.bincount(self.indices, minlength=self.shape[1]), self.indices.dtype)
 
     @cached_property
     def rows(self):
@@ -322,8 +321,7 @@ class Pattern:
         values = np.broadcast_to(1.0, self.nnz) if values is None else np.asarray(values)
         if values.shape != (self.nnz,):
             raise ValueError(f"to_scipy: values of shape {values.shape}, needs ({self.nnz},)")
-        arrays = (values, self.indices, self.indptr)
-        return sp.csr_array(arrays, shape=self.shape, copy=True)
+        return sp.csr_array((values, self.indices, self.indptr), shape=self.shape, copy=True)
 
     def to_mask(self):
         """Return a dense boolean array of the pattern's shape, True at its entries."""

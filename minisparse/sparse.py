@@ -76,10 +76,9 @@ def _(g, need, values, x, pattern, transpose):
         plans = pattern.plan, pattern.plan_T
         return kernels.spmm_vjp(*(plans[::-1] if transpose else plans), values, x, g)
     u, v = (x, g) if transpose else (g, x)
-    return (
-        _sddmm(u, v, pattern=pattern) if need[0] else None,
-        spmm(values, g, pattern=pattern, transpose=not transpose) if need[1] else None,
-    )
+    dvalues = _sddmm(u, v, pattern=pattern) if need[0] else None
+    dx = spmm(values, g, pattern=pattern, transpose=not transpose) if need[1] else None
+    return dvalues, dx
 
 
 @primitive
@@ -98,10 +97,9 @@ def _sddmm(u, v, *, pattern):
 
 @_sddmm.vjp(u=1, v=0)
 def _(g, need, u, v, pattern):
-    return (
-        spmm(g, v, pattern=pattern) if need[0] else None,
-        spmm(g, u, pattern=pattern, transpose=True) if need[1] else None,
-    )
+    du = spmm(g, v, pattern=pattern) if need[0] else None
+    dv = spmm(g, u, pattern=pattern, transpose=True) if need[1] else None
+    return du, dv
 
 
 @primitive
@@ -724,8 +722,7 @@ def _at_entries(what, kind, pattern, ordered):
         raise TypeError(f"SparseParameter: {name} of dtype {what.dtype}, needs {kind.__name__}")
     if what.shape == pattern.shape and sp.issparse(what):
         there, data, _ = canonical(what)
-        at = there.find(pattern)
-        return np.append(data, 0)[at].astype(what.dtype)
+        return np.append(data, 0)[there.find(pattern)].astype(what.dtype)
     if what.shape == pattern.shape:
         return what[pattern.rows, pattern.indices]
     if what.shape != (pattern.nnz,) or sp.issparse(what):

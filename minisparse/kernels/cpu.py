@@ -100,8 +100,7 @@ def width(typingctx, vector):
 @intrinsic
 def get(typingctx, array, i):
     """array[i], without a check."""
-    result = array.dtype(array, types.intp)
-    return _of(result, lambda b, t, array, i: b.load(b.gep(array, [i])))
+    return _of(array.dtype(array, types.intp), lambda b, t, array, i: b.load(b.gep(array, [i])))
 
 
 @intrinsic
@@ -224,9 +223,7 @@ def transpose(typingctx, like, out, to, out_step, x, at, x_step):
 @intrinsic
 def draw(typingctx, counter):
     """Return counter[0] and add 1 to it, as one step among threads."""
-    return _of(
-        types.int64(counter), lambda b, t, counter: b.atomic_rmw("add", counter, t(1), "monotonic")
-    )
+    return _of(types.int64(counter), lambda b, t, at: b.atomic_rmw("add", at, t(1), "monotonic"))
 
 
 @intrinsic
@@ -805,9 +802,7 @@ def _compile(function, signature, **options):
 
 _SDDMM, _GATHER, _SEGMENT_SUM, _COPY = map(_Kernel, (_sddmm, _gather, _segment_sum, _copy))
 _ROW_MAX, _ROW_SOFTMAX, _GATHER_SUM = map(_Kernel, (_row_max, _row_softmax, _gather_sum))
-_SPMM, _SPGEMM, _DOT, _SGD = (
-    _Kernel(body, written=2) for body in (_spmm, _spgemm, _spgemm_dot, _sgd)
-)
+_SPMM, _SPGEMM, _DOT, _SGD = (_Kernel(b, written=2) for b in (_spmm, _spgemm, _spgemm_dot, _sgd))
 _ADAM = _Kernel(_adam, written=4)
 
 # ---------------------------------------------------------------------------------------------
@@ -882,8 +877,7 @@ def contiguous(x):
 
 def _readable(x):
     """Whether `_copy` can read x as it is."""
-    plain = x.flags.aligned and x.dtype.isnative and x.dtype.char in "fd"
-    return plain and x.itemsize in x.strides
+    return x.flags.aligned and x.dtype.isnative and x.dtype.char in "fd" and x.itemsize in x.strides
 
 
 def _panels(x, m):
@@ -951,11 +945,9 @@ def sddmm(plan, u, v):
     if u.ndim == 1:
         u, v = u[:, None], v[:, None]
     key = u.dtype.char + plan.indices.dtype.char
-    out = empty((plan.nnz,), u.dtype)
     if u.shape[1] == 0:
-        out[...] = 0
-        return out
-    u = contiguous(u)
+        return np.zeros(plan.nnz, u.dtype)
+    out, u = empty((plan.nnz,), u.dtype), contiguous(u)
     for column, part in _parts(plan, v):
         work = plan.nnz * (part.shape[1] + 16)
         _SDDMM(key, work, out, u, part, plan.indptr, plan.indices, column, _ahead(part))
@@ -1043,9 +1035,9 @@ def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0):
 
 def adam(p, g, m, v, n, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False):
     """See reference."""
-    step = int(n[0]) + 1
+    step = n.item() + 1
     scalars = adam_scalars(p.dtype.type, step, lr, beta1, beta2, eps, weight_decay, decoupled)
-    arrays = p.reshape(-1), m.reshape(-1), v.reshape(-1), n, contiguous(g).reshape(-1)
+    arrays = p.reshape(-1), m.reshape(-1), v.reshape(-1), n.reshape(1), contiguous(g).reshape(-1)
     _ADAM(p.dtype.char, 16 * p.size, *arrays, step, *scalars)
 
 

@@ -357,7 +357,7 @@ def adam(p, g, m, v, n, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False
         The gradient.
     m, v : ndarray like p
         Running means of the gradient and of its square, changed in place.
-    n : int64 ndarray of shape (1,)
+    n : int64 ndarray of one element
         How many steps were taken before; raised by one, by the same code that changes the others:
         whatever interrupts a step, either all of them have changed or none.
     lr, beta1, beta2, eps, weight_decay : float
@@ -376,7 +376,7 @@ def adam(p, g, m, v, n, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False
     "Decoupled weight decay regularization", ICLR 2019.
     """
     n += 1
-    step = int(n[0])
+    step = n.item()
     scalars = adam_scalars(p.dtype.type, step, lr, beta1, beta2, eps, weight_decay, decoupled)
     beta2, from_g, from_g2, size, root, eps, decay, keep = scalars
     for at in np.ndindex(p.shape):

@@ -335,10 +335,9 @@ def _where(x, y, *, condition):
 
 @_where.vjp
 def _(g, need, x_shape, y_shape, condition):
-    return (
-        fold(_where(g, 0.0, condition=condition), x_shape) if need[0] else None,
-        fold(_where(0.0, g, condition=condition), y_shape) if need[1] else None,
-    )
+    dx = fold(_where(g, 0.0, condition=condition), x_shape) if need[0] else None
+    dy = fold(_where(0.0, g, condition=condition), y_shape) if need[1] else None
+    return dx, dy
 
 
 def where(condition, x, y):

@@ -25,8 +25,7 @@ def _kept(shape, axis):
 
 def _count(shape, axis):
     """Return how many numbers go into each result of a reduction over `axis`."""
-    kept = _kept(shape, axis)
-    return math.prod(n for n, k in zip(shape, kept, strict=True) if k == 1)
+    return math.prod(n for n, k in zip(shape, _kept(shape, axis), strict=True) if k == 1)
 
 
 @primitive

@@ -98,9 +98,7 @@ def astype(x, *, dtype):
     return x.astype(dtype)
 
 
-@astype.vjp
-def _(g, need):
-    return g  # the engine brings every gradient to its operand's dtype
+astype.vjp(lambda g, need: g)  # the engine brings every gradient to its operand's dtype
 
 
 # ---------------------------------------------------------------------------- joining and splitting
@@ -347,5 +345,4 @@ def index_add(x, indices, values, axis=0):
         raise ValueError(f"index_add: values of shape {raw(values).shape}, needs {expected}")
     if isinstance(x, Tensor) and not isinstance(values, Tensor):
         values = as_operand(values, x.dtype, "index_add")
-    added = scatter(values, key=(slice(None),) * axis + (indices,), shape=shape)
-    return x + added
+    return x + scatter(values, key=(slice(None),) * axis + (indices,), shape=shape)
