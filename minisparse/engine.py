@@ -141,6 +141,7 @@ class Tensor(_Base):
 
     @property
     def data(self):
+        """The array, as a read-only view; what is assigned is copied in."""
         view = self._array.view()
         view.flags.writeable = False
         return view

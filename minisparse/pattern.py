@@ -228,6 +228,7 @@ class Pattern:
 
     @property
     def density(self):
+        """The share of the places that are stored, 0 of none."""
         return self.nnz / max(self.shape[0] * self.shape[1], 1)
 
     @cached_property

@@ -233,15 +233,16 @@ class SparseTensor(_Base):
         return SparseTensor(pattern, sample(D, pattern=pattern))
 
     ndim = 2
-    pattern = property(attrgetter("_pattern"))
-    values = property(attrgetter("_values"))
-    shape = property(attrgetter("pattern.shape"))
-    nnz = property(attrgetter("pattern.nnz"))
-    dtype = property(attrgetter("values.dtype"))
-    T = property(lambda self: _Transposed(self))
+    pattern = property(attrgetter("_pattern"), doc="Which entries are stored, a Pattern.")
+    values = property(attrgetter("_values"), doc="What they hold, a Tensor of shape (nnz,).")
+    shape = property(attrgetter("pattern.shape"), doc="(n_rows, n_cols).")
+    nnz = property(attrgetter("pattern.nnz"), doc="The number of stored entries.")
+    dtype = property(attrgetter("values.dtype"), doc="numpy.float32 or numpy.float64.")
+    T = property(lambda self: _Transposed(self), doc="The transpose, as a view.")
 
     @property
     def grad(self):
+        """The gradient of the leaf that holds the values, or None."""
         return self.__tensor__().grad
 
     @grad.setter
@@ -678,12 +679,13 @@ class SparseParameter(SparseTensor):
         if value is not self._free:  # W.free -= ... under no_grad assigns the same Tensor again
             raise AttributeError("free cannot be replaced: write W.free.data = ... to change it")
 
-    free = property(attrgetter("_free"), _keep_free)
-    n_free = property(attrgetter("free.size"))
-    dtype = property(attrgetter("free.dtype"))
+    free = property(attrgetter("_free"), _keep_free, doc="The trained weights, a leaf.")
+    n_free = property(attrgetter("free.size"), doc="The number of trained weights.")
+    dtype = property(attrgetter("free.dtype"), doc="numpy.float32 or numpy.float64.")
 
     @property
     def values(self):
+        """All stored values in their order, a Tensor of shape (nnz,)."""
         if self._index_map is None:
             return self.free
         state = (self.free._version[0], is_grad_enabled(), self.free.requires_grad)

@@ -5,13 +5,16 @@ guards: a load or store that is one element out ends the process, whoever makes 
 
 ``pytest --guard=check`` runs it with each access checked. The kernels' vocabulary is replaced
 before anything is compiled: what was an address becomes an address with the range of offsets that
-the array has, and who leaves it gets an IndexError. It wants a cache directory of its own
-(``NUMBA_CACHE_DIR``), for Numba's cache does not know one from the other.
+the array has, and who leaves it gets an IndexError. It compiles everything anew, which takes a
+minute or two, in a cache directory of its own: Numba's cache does not know one from the other.
 """
 
+import atexit
 import ctypes
 import itertools
 import mmap
+import shutil
+import tempfile
 
 import numba
 import numpy as np
@@ -87,6 +90,8 @@ CHUNKS = 3  # each kernel does its work in so many, one after the other
 
 def check_all():
     """Check every access from now on."""
+    numba.config.CACHE_DIR = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, numba.config.CACHE_DIR)
     data, get, load, put, transpose = cpu.data, cpu.get, cpu.load, cpu.put, cpu.transpose
     draw = cpu.draw
     check = numba.njit("void(int64, int64, int64, int64)", error_model="numpy", nogil=True)(_check)

@@ -275,7 +275,7 @@ def check_forked():
 
 @contextlib.contextmanager
 def at_least(launches):
-    """Kernels are launched in parallel so many times; among threads, who gets the turn is chance."""
+    """Kernels, all launched before, are so many times; among threads the turns go by chance."""
     from minisparse.kernels import cpu
 
     count = collections.Counter()

@@ -73,7 +73,7 @@ def _compare(ufunc):
 class _Members:
     """What a Tensor answers to Python's operators and built-ins and to NumPy; bound to it below."""
 
-    T = property(lambda self: transpose(self))
+    T = property(lambda self: transpose(self), doc="The axes in reverse order.")
     sum, mean, var, std, max, min = sum, mean, var, std, max, min
     clip, ravel, squeeze, dot, take = clip, ravel, squeeze, dot, take
     __neg__, __abs__, __getitem__, __hash__ = negative, absolute, getitem, object.__hash__
