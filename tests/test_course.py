@@ -27,15 +27,38 @@ WRONG = {
     "value_gradient": [("g[i]", "2 * g[i]"), ("out[e]", "out[-e]")],
     "sddmm_rule": [("Z @ v", "2 * (Z @ v)"), ("pattern, g)", f"pattern, {DETACHED.format('g')})")],
     "scale_rule": [("values * c[cols]", "c[cols]"), ("r[rows], min", "c[cols], min")],
-    "sddmm": [("= total", "= 2 * total"), ("indptr[i + 1]", "indptr[i + 1] - 1")],
+    "sddmm": [
+        ("= total", "= 2 * total"),
+        ("= total", "+= total"),
+        ("= u.", "= total if e else u."),
+        ("indptr[i + 1]", "indptr[i + 1] - 1"),
+    ],
     "traffic": [("(n_rows + 1)", "n_rows"), ("small + n_cols * k", "small + n_rows * k")],
     "by_column": [("rows[perm], perm", "rows, perm"), ("], perm", "], np.argsort(perm)")],
-    "fair_bounds": [("indptr + np", "np"), ("parts + 1)", "parts + 1) * 0.9")],
+    "fair_bounds": [
+        ("indptr + np", "np"),
+        ("parts + 1)", "parts + 1) * 0.9"),
+        ("parts + 1)", "parts)"),
+    ],
     "momentum_step": [("+= g", "+= (1 - momentum) * g"), ("lr * buffer", "lr * g")],
-    "adam_step": [("m / (1 - beta1**step)", "m"), ("(v_hat) + eps", "(v_hat + eps)")],
-    "free_gradient": [("index[there], g[there]", "index % n_free, g"), ("return", "return 2 *")],
+    "adam_step": [
+        ("m / (1 - beta1**step)", "m"),
+        ("(v_hat) + eps", "(v_hat + eps)"),
+        ("p -= ", "p = p - "),
+        ("m += ", "m = m + "),
+        ("v[...] = ", "v = "),
+    ],
+    "free_gradient": [
+        ("index[there], g[there]", "index % n_free, g"),
+        ("return", "return 2 *"),
+        (", minlength=n_free", ""),
+    ],
     "convolution_labels": [(" - pattern.rows", "")],
-    "deviations": [("pattern.fan_in[pattern.rows]", "(pattern.fan_in[pattern.rows] + 1)")],
+    "deviations": [
+        ("pattern.fan_in[pattern.rows]", "(pattern.fan_in[pattern.rows] + 1)"),
+        ("pattern.fan_in[pattern.rows]", "np.full(pattern.nnz, pattern.shape[1])"),
+        ("[pattern.rows]", ""),
+    ],
 }
 
 FENCE = r"^```\{code-cell\}[^\n]*\n((?:---\n.*?^---\n|(?::[^\n]*\n)+\n*)?)(.*?)^```$"
@@ -111,7 +134,7 @@ def test_checks_accept_the_solutions_and_refuse_wrong_ones(chapter, names):
             for old, new in WRONG[exercise]:
                 assert source.count(old) == 1, (exercise, old)
                 cell.run(names, source.replace(old, new))
-                with pytest.raises(AssertionError):
+                with pytest.raises(AssertionError, match=r"\w"):  # it says why
                     cell.run(names)
             cell.run(names, source)
         else:
@@ -132,6 +155,15 @@ def test_exercises_checks_solutions_and_wrong_ones_belong_together():
         assert signatures == {name: args for name, (_, args) in solutions(chapter).items()}
         exercises += signatures
     assert sorted(exercises) == sorted(WRONG)
+
+
+def test_every_assertion_of_a_check_says_what_is_wrong():
+    for chapter in CHAPTERS:
+        for cell in cells(chapter):
+            for node in ast.walk(ast.parse(cell.source)) if cell.has("check") else ():
+                if isinstance(node, ast.Assert):  # the checker speaks for itself
+                    says = node.msg or ast.unparse(node.test).startswith("ms.gradcheck(")
+                    assert says, (chapter, cell.line + node.lineno)
 
 
 def test_the_tape_has_sixty_lines_and_pictures_have_words():

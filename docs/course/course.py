@@ -5,6 +5,7 @@ import re
 import time
 
 import matplotlib.pyplot as plt
+import numpy as np
 
 import minisparse as ms
 
@@ -18,6 +19,15 @@ def check(test):
         print(f"{name}: not yet")
     else:
         print(f"{name}: correct")
+
+
+def agree(name, mine, right):
+    """Fail if the array `mine` is not `right` up to rounding; say where it differs first."""
+    mine, right = np.asarray(mine), np.asarray(right)
+    assert mine.shape == right.shape, f"{name} has shape {mine.shape}, not {right.shape}"
+    for place in np.argwhere(~np.isclose(mine, right))[:1]:
+        values = f"{mine[*place]:.6g}, not {right[*place]:.6g}"
+        raise AssertionError(f"{name}[{', '.join(map(str, place))}] is {values}")
 
 
 def lend(f, kind, gradients):
