@@ -38,6 +38,8 @@ def save(path, state):
     ------
     TypeError
         If something else is in it.  No file has been touched then.
+    FileNotFoundError
+        If the directory of `path` does not exist.
 
     Notes
     -----
@@ -60,6 +62,8 @@ def save(path, state):
         raise TypeError(f"save: needs a dict, not a {type(state).__name__}")
     tree = json.dumps({"format": _FORMAT, "state": _packed(state, "", arrays, patterns)})
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "save: there is no such directory", str(path.parent))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb") as file:

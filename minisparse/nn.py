@@ -127,7 +127,8 @@ class Module:
         if not isinstance(state, dict):
             raise ValueError(f"load_state_dict: needs a dict, not {type(state).__name__}")
         if set(own) != set(state):
-            raise ValueError(f"load_state_dict: names differ: {sorted(set(own) ^ set(state))}")
+            sides = f"missing {sorted(set(own) - set(state))}, unknown {[*(set(state) - set(own))]}"
+            raise ValueError(f"load_state_dict: names differ: {sides}")
         arrays = []
         for name, p in own.items():
             what, mine, given = f"load_state_dict: {name}", _state(p), state[name]

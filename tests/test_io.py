@@ -175,6 +175,8 @@ def test_foreign_files(tmp_path):
             ms.load(path)
     with pytest.raises(FileNotFoundError):
         ms.load(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError, match="absent'$"):
+        ms.save(tmp_path / "absent" / "state.npz", {})
 
 
 def forged(path, tree, **members):
