@@ -175,7 +175,7 @@ def test_foreign_files(tmp_path):
             ms.load(path)
     with pytest.raises(FileNotFoundError):
         ms.load(tmp_path / "absent")
-    with pytest.raises(FileNotFoundError, match="absent'$"):
+    with pytest.raises(FileNotFoundError, match=r"absent'$"):
         ms.save(tmp_path / "absent" / "state.npz", {})
 
 
