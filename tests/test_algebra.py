@@ -519,11 +519,11 @@ def test_a_stream_of_constant_patterns_leaves_memory_flat(in_new_process):
     """Each meets the parameter once; what was derived for the two goes with it."""
     printed = in_new_process(
         "import numpy as np, scipy.sparse as sp, minisparse as ms\n"
-        "W = ms.SparseParameter(sp.random_array((200, 200), density=0.1, rng=0))\n"
+        "W = ms.SparseParameter(sp.random_array((200, 200), density=0.1, random_state=0))\n"
         "def rss():\n"
         "    return int(open('/proc/self/status').read().split('VmRSS:')[1].split()[0]) / 1024\n"
         "for step in range(1200):\n"
-        "    A = sp.random_array((200, 200), density=0.1, rng=step + 1)\n"
+        "    A = sp.random_array((200, 200), density=0.1, random_state=step + 1)\n"
         "    loss = (W + A).values.sum() + (W @ A).values.sum() + (W * A).values.sum()\n"
         "    (loss + ms.block([[W, A]]).row_softmax().values.sum()).backward()\n"
         "    W.grad = None\n"
@@ -617,11 +617,11 @@ def test_what_is_refused_and_what_is_converted():
 
 def test_pairs_leave_nothing_behind():
     """Whichever of the two lives on, and however often others met it."""
-    W = ms.SparseParameter(sp.random_array((20, 20), density=0.2, rng=0))
+    W = ms.SparseParameter(sp.random_array((20, 20), density=0.2, random_state=0))
     for step in range(1, 30):
         if step == 2:
             before = len(weakref.finalize._registry), weakref.getweakrefcount(W.pattern)
-        A = sp.random_array((20, 20), density=0.2, rng=step)
+        A = sp.random_array((20, 20), density=0.2, random_state=step)
         batch = np.random.default_rng(step).integers(20, size=5)
         ms.matmul(A, W), A + W, W[batch] @ W, ms.block([[A], [W]])
     del A
@@ -691,7 +691,7 @@ def test_bitwise_for_every_thread_count(monkeypatch, dtype):
 def test_wide_indices():
     """64-bit index arrays, also mixed with 32-bit ones, go through the same kernels."""
     rng = np.random.default_rng(0)
-    A = sp.random_array((12, 9), density=0.4, rng=rng, format="csr")
+    A = sp.random_array((12, 9), density=0.4, random_state=rng, format="csr")
     p = ms.Pattern.from_scipy(A)
     wide = ms.Pattern._trusted(p.shape, p.indptr, p.indices)
     vars(wide).update(indptr=p.indptr.astype(np.int64), indices=p.indices.astype(np.int64))
