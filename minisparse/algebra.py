@@ -41,28 +41,10 @@ def _intersection(p, q):
     return pattern, IndexMap(at_p[both], p.nnz), IndexMap(at_q[both], q.nnz)
 
 
-@primitive
-def _gathered_sum(a, b, *, map_a, map_b):
-    """Return the sum of two gathers, in one pass."""
-    return kernels.gather_sum(a, map_a.index, b, map_b.index)
+def _elementwise(function, merge):
+    """Make an operator of two sparse operands: `function` of their values, entry by entry.
 
-
-@_gathered_sum.vjp
-def _(g, need, map_a, map_b):
-    da = segment_sum(g, index_map=map_a) if need[0] else None
-    db = segment_sum(g, index_map=map_b) if need[1] else None
-    return da, db
-
-
-def _gathered_product(a, b, map_a, map_b):
-    return gather(a, index_map=map_a) * gather(b, index_map=map_b)
-
-
-def _elementwise(function, merge, merged):
-    """Make an operator of two sparse operands.
-
-    It is `function` where their patterns are equal; else `merge` gives the pattern of the result
-    and where its entries come from, and `merged` brings the values together.
+    Where their patterns differ, `merge` gives that of the result and where its entries come from.
     """
 
     def operator(x, y):
@@ -72,13 +54,14 @@ def _elementwise(function, merge, merged):
         if x.pattern == y.pattern:
             return x.with_values(function(x.values, y.values))
         pattern, map_x, map_y = merge(x.pattern, y.pattern)
-        return SparseTensor(pattern, merged(x.values, y.values, map_x, map_y))
+        a, b = gather(x.values, index_map=map_x), gather(y.values, index_map=map_y)
+        return SparseTensor(pattern, function(a, b))
 
     return operator
 
 
-_add = _elementwise(ops.add, _union, _gathered_sum)
-_multiply = _elementwise(ops.multiply, _intersection, _gathered_product)
+_add = _elementwise(ops.add, _union)
+_multiply = _elementwise(ops.multiply, _intersection)
 
 # ------------------------------------------------------------------------------ matrix product
 

@@ -7,10 +7,10 @@ import math
 import numpy as np
 
 from . import ops
-from .engine import Tensor, as_dtype, as_floats, raw, tensor
+from .engine import Tensor, as_dtype, as_floats, primitive, raw, tensor
 from .ops.shapes import indices_of, lookup
 from .pattern import Pattern, PatternMismatchError
-from .sparse import SparseParameter, SparseTensor, matmul
+from .sparse import SparseParameter, SparseTensor, affine, matmul
 
 # ---------------------------------------------------------------------------------------- modules
 
@@ -245,6 +245,9 @@ class _Affine(Module):
         if np.shape(x)[-1:] != self.weight.shape[1:]:
             shape, n = np.shape(x), self.weight.shape[1]
             raise ValueError(f"{type(self).__name__}: x of shape {shape} needs {n} features last")
+        return self._product(x)
+
+    def _product(self, x):
         y = matmul(x, self.weight.T)
         return y if self.bias is None else y + self.bias
 
@@ -336,6 +339,11 @@ class SparseLinear(_Affine):
         if weight.shape != shape:
             raise ValueError(f"SparseLinear: a pattern of {weight.shape} for {shape}")
         self._start(weight, weight.pattern.fan_in, bias, rng)
+
+    def _product(self, x):
+        if self.bias is None or np.ndim(x) > 2:
+            return super()._product(x)
+        return affine(self.weight.values, x, self.bias, pattern=self.weight.pattern)
 
     @classmethod
     def from_linear(cls, linear, *, keep):
@@ -601,8 +609,21 @@ def cross_entropy(logits, labels, *, reduction="mean"):
     if labels.size and not 0 <= labels.min() <= labels.max() < shape[-1]:
         given = f"labels from {labels.min()} to {labels.max()}"
         raise ValueError(f"cross_entropy: {given} for {shape[-1]} classes")
-    picked = ops.take_along_axis(ops.log_softmax(logits), labels[..., None])
-    return _reduced(-ops.squeeze(picked, axis=-1), reduction)
+    at = (*np.indices(labels.shape, sparse=True), labels)
+    return _reduced(_cross_entropy(logits, at=at), reduction)
+
+
+@primitive
+def _cross_entropy(logits, *, at):
+    """Return ``-log softmax(logits)`` at the places `at`, one in each row."""
+    return -ops.log_softmax(logits)[at]
+
+
+@_cross_entropy.vjp
+def _(g, need, logits, at):
+    certain = np.zeros_like(raw(logits))
+    certain[at] = 1
+    return ops.expand_dims(g, axis=-1) * (ops.softmax(logits) - certain)
 
 
 def batches(x, y, batch_size, *, rng=None):

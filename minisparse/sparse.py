@@ -61,17 +61,11 @@ def spmm(values, x, *, pattern, transpose=False):
     Time O(nnz·k).  Memory beyond the result: at most a copy of `x`, where it is not in C order, or
     where cutting it into panels makes the product faster.
     """
-    shape = pattern.shape[::-1] if transpose else pattern.shape
-    if x.ndim not in (1, 2) or x.shape[0] != shape[1]:
-        raise ValueError(f"spmm: x of shape {x.shape}, the pattern {shape} needs {shape[1]} rows")
-    _check_shape("spmm: values", values, pattern.nnz)
-    if values.dtype != x.dtype:
-        raise TypeError(f"spmm: values of dtype {values.dtype}, x of dtype {x.dtype}")
-    return kernels.spmm(pattern.plan_T if transpose else pattern.plan, values, x)
+    return _spmm(values, x, None, pattern, transpose)
 
 
 @spmm.vjp(values=1, x=0)
-def _(g, need, values, x, pattern, transpose):
+def _spmm_rule(g, need, values, x, pattern, transpose):
     if all(need) and not isinstance(g, Tensor):  # one walk for both
         plans = pattern.plan, pattern.plan_T
         return kernels.spmm_vjp(*(plans[::-1] if transpose else plans), values, x, g)
@@ -79,6 +73,33 @@ def _(g, need, values, x, pattern, transpose):
     dvalues = _sddmm(u, v, pattern=pattern) if need[0] else None
     dx = spmm(values, g, pattern=pattern, transpose=not transpose) if need[1] else None
     return dvalues, dx
+
+
+def _spmm(values, x, bias, pattern, transpose):
+    shape = pattern.shape[::-1] if transpose else pattern.shape
+    if x.ndim not in (1, 2) or x.shape[0] != shape[1]:
+        raise ValueError(f"spmm: x of shape {x.shape}, the pattern {shape} needs {shape[1]} rows")
+    _check_shape("spmm: values", values, pattern.nnz)
+    if values.dtype != x.dtype:
+        raise TypeError(f"spmm: values of dtype {values.dtype}, x of dtype {x.dtype}")
+    return kernels.spmm(pattern.plan_T if transpose else pattern.plan, values, x, bias)
+
+
+@primitive
+def affine(values, x, bias, *, pattern):
+    """Return ``X Aᵀ + b``, a layer: for X of shape (batch, n_cols) or (n_cols,), b of (n_rows,)."""
+    _check_shape("affine: bias", bias, pattern.shape[0])
+    return _spmm(values, x.T, bias, pattern, False).T
+
+
+@affine.vjp(values=1, x=0)
+def _(g, need, values, x, pattern):
+    x = x.T if need[0] else None
+    dvalues, dx = _spmm_rule(g.T, need[:2], values, x, pattern, False)
+    if need[2] and g.ndim == 2:
+        # In a short sum einsum is several times as fast as sum.
+        g = ops.sum(g, axis=0) if isinstance(g, Tensor) else np.einsum("ij->j", g)
+    return dvalues, dx.T if need[1] else None, g
 
 
 @primitive

@@ -39,7 +39,6 @@ def led_astray(far, dtype):
         calls[f"spmm_vjp, {k}"] = lambda x=x: cpu.spmm_vjp(good, bad, v, x, x)
     if far > 0:  # of a gather -1 is nothing, and a row may end before it starts
         calls["gather"] = lambda: cpu.gather(v, index)
-        calls["gather_sum"] = lambda: cpu.gather_sum(v, good.indices, v, index)
         calls["row_max"] = lambda: cpu.row_max(long, v)
         calls["row_softmax"] = lambda: cpu.row_softmax(long, v)
     if far > 2 * CHUNKS:  # nearer, it lands in the dense row of another chunk

@@ -460,7 +460,7 @@ TABLE: list[Row] = [
                 both(p.to_mask(), q.to_mask())
             ],
             (normal(p.nnz), normal(q.nnz)),
-            (algebra._gathered_sum,),
+            (mss.gather, mss.segment_sum),
             (
                 (ValueError, lambda f=f: f(P_TENSOR, P_TENSOR.T)),
                 (TypeError, lambda f=f: f(P_TENSOR, P_TENSOR.astype(np.float32))),
@@ -645,6 +645,37 @@ TABLE: list[Row] = [
         for pattern in (P, TALL, EMPTY)
         for x_shape in ((3,), (), (0,))
         for t in (False, True)
+    ),
+    *(
+        Row(
+            f"affine{pattern}{batch}",
+            lambda v, x, b, p=pattern: mss.affine(v, x, b, pattern=p),
+            lambda v, x, b, p=pattern: x @ dense(v, p).T + b,
+            (
+                normal(pattern.nnz),
+                normal(*batch, pattern.shape[1]),
+                normal(pattern.shape[0]),
+            ),
+            (mss.affine,),
+            (
+                (
+                    ValueError,
+                    lambda: mss.affine(P_TENSOR.values, np.ones(6), np.ones(5), pattern=P),
+                ),
+                (
+                    ValueError,
+                    lambda: mss.affine(P_TENSOR.values, np.ones((2, 2, 7)), np.ones(5), pattern=P),
+                ),
+                (
+                    ValueError,
+                    lambda: mss.affine(P_TENSOR.values, np.ones(7), np.ones(4), pattern=P),
+                ),
+                (ValueError, lambda: mss.affine(P_TENSOR.values, np.ones(7), 1.0, pattern=P)),
+            ),
+            order=3,
+        )
+        for pattern in (P, TALL, EMPTY)
+        for batch in ((3,), (), (0,))
     ),
     *(
         Row(

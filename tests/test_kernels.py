@@ -92,9 +92,11 @@ def test_spmm(plan, k, dtype, seed):
     values = whole_numbers(seed, plan.nnz, dtype=dtype)
     for p in (plan, transposed(plan)):
         x = whole_numbers(seed + 1, p.n_cols, *columns, dtype=dtype)
-        out = kernels.spmm(p, values, x)
-        check_same(out, reference("spmm", p, values, x))
-        assert out.flags.c_contiguous
+        bias = whole_numbers(seed + 2, p.n_rows, dtype=dtype)
+        for args in ((p, values, x), (p, values, x, bias)):
+            out = kernels.spmm(*args)
+            check_same(out, reference("spmm", *args))
+            assert out.flags.c_contiguous
 
 
 @given(plans, st.sampled_from([None, *WIDTHS]), dtypes, seeds)
@@ -131,15 +133,15 @@ def test_gather(m, n, based, index, dtype, seed):
     check_same(kernels.gather(x, at, base), reference("gather", x, at, base))
 
 
-@given(
-    st.integers(0, 40), st.tuples(*[st.integers(0, 20)] * 2), *[st.sampled_from(INDEX)] * 2, seeds
-)
-def test_gather_sum(m, sizes, index_a, index_b, seed):
-    a, b = (normal(seed + i, n) for i, n in enumerate(sizes))
-    rng = np.random.default_rng(seed)
-    at_a, at_b = (rng.integers(-2, n, m) for n in sizes)
-    args = a, at_a.astype(index_a), b, at_b.astype(index_b)
-    check_same(kernels.gather_sum(*args), reference("gather_sum", *args))
+@given(st.integers(0, 40), st.sampled_from(["C", "F"]), st.booleans(), dtypes, seeds)
+@example(5000, "F", True, "float32", 0)
+def test_gate(m, order, boolean, dtype, seed):
+    g, y = normal(seed, m, 3, dtype=dtype), normal(seed + 1, m, 3, dtype=dtype)
+    y = np.require(y.clip(-1, 1).round(), requirements=[order])
+    if m:
+        y[0], g[0] = np.nan, -np.inf
+    y = y > 0 if boolean else y
+    check_same(kernels.gate(g, y), reference("gate", g, y))
 
 
 @given(st.integers(0, 40), st.integers(0, 12), st.sampled_from(INDEX), dtypes, seeds)
@@ -401,7 +403,6 @@ def test_places_in_64_bits():
     ends = np.array([n - 3, n])
     plan = kernels.Plan(ends, last, 1)
     assert kernels.gather(x, last).tolist() == [1, 2, 4]
-    assert kernels.gather_sum(x, last, x, last[::-1].copy()).tolist() == [5, 4, 5]
     assert kernels.segment_sum(x, np.array([0, 1, 3]), last).tolist() == [1, 6]
     assert kernels.row_max(plan, x).tolist() == [4]
     cpu._ROW_SOFTMAX("fl", 0, out, x, ends)

@@ -101,11 +101,11 @@ def _door(definition):
 
 
 spmm, spmm_vjp, sddmm = map(_door, (reference.spmm, reference.spmm_vjp, reference.sddmm))
-gather, gather_sum = map(_door, (reference.gather, reference.gather_sum))
-segment_sum = _door(reference.segment_sum)
+gather, segment_sum = map(_door, (reference.gather, reference.segment_sum))
 row_max, row_softmax = map(_door, (reference.row_max, reference.row_softmax))
 spgemm, spgemm_dot = map(_door, (reference.spgemm, reference.spgemm_dot))
-sgd, adam, contiguous = map(_door, (reference.sgd, reference.adam, reference.contiguous))
+sgd, adam, gate = map(_door, (reference.sgd, reference.adam, reference.gate))
+contiguous = _door(reference.contiguous)
 
 
 @contextlib.contextmanager

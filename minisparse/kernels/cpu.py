@@ -286,14 +286,15 @@ def _place(perm, permuted, e):
 
 
 @inlined
-def _tile(like, rest, out, to, values, perm, permuted, x, k, c, start, end, indices, last, ahead):
-    """Columns c to c + rest of one row of A x, stored at offset `to`.
+def _tile(like, rest, zero, out, to, values, perm, permuted, x, k, c, *row):
+    """Columns c to c + rest of one row of A x + `zero`, stored at offset `to`.
 
     They are held as two vectors that may overlap, so that no masks are needed. The sums stay in
     registers over all entries of the row.
     """
+    start, end, indices, last, ahead = row
     shift = rest - width(like)
-    low = high = like
+    low = high = splat(like, zero)
     for e in range(start, end):
         if ahead:
             at = np.int64(get(indices, min(e + ahead, last))) * k + c
@@ -344,18 +345,18 @@ def _dot(zero, values, perm, permuted, x, start, end, indices):
 
 
 @body
-def _spmm(chunk, chunks, out, dots, u, values, perm, x, ptr, indices, column, longest, ahead):
-    """out[:, column : column + k] = A x, without the rows of more than `longest` entries.
+def _spmm(chunk, chunks, out, dots, u, values, perm, x, bias, ptr, indices, column, longest, ahead):
+    """out[:, column : column + k] = A x + bias, without the rows of more than `longest` entries.
 
-    An empty `perm` stands for the values as they come. Where `dots` is not empty, it gets
-    u[i] . x[j] for each entry, in the order of the values; the rows of x then take 64 bytes, or a
-    multiple of 256.
+    An empty `perm` stands for the values as they come, an empty `bias` for zeros. Where `dots` is
+    not empty, it gets u[i] . x[j] for each entry, in the order of the values; the rows of x then
+    take 64 bytes, or a multiple of 256.
     """
     k, width, size = x.shape[1], out.shape[1], x.itemsize
     full = 256 // size
     n, last, permuted, both = len(ptr) - 1, len(indices) - 1, len(perm) > 0, len(dots) > 0
-    zero, one = x.dtype.type(0), zeros(x, 64)
-    out, values, perm, x = data(out), data(values), data(perm), data(x)
+    zero, one, biased = x.dtype.type(0), zeros(x, 64), len(bias) > 0
+    out, values, perm, x, bias = data(out), data(values), data(perm), data(x), data(bias)
     ptr, indices, dots, u = data(ptr), data(indices), data(dots), data(u)
     first, bound = _rows(chunk, chunks, ptr, n)
     for i in range(first, bound):
@@ -363,6 +364,8 @@ def _spmm(chunk, chunks, out, dots, u, values, perm, x, ptr, indices, column, lo
         to = i * width + column
         if end - start > longest:
             continue
+        if biased:
+            zero = get(bias, i)
         if k == 1:
             put(out, to, _dot(zero, values, perm, permuted, x, start, end, indices))
             continue
@@ -370,7 +373,7 @@ def _spmm(chunk, chunks, out, dots, u, values, perm, x, ptr, indices, column, lo
             # Two vectors of the smallest power of two that is at least half of what is left.
             rest = min(k - c, full)
             where = out, to + c, values, perm, permuted, x, k, c
-            row = (rest, *where, start, end, indices, last, ahead)
+            row = (rest, zero, *where, start, end, indices, last, ahead)
             pair = one, dots, u, column + c > 0, *where, *row[-5:]
             if both and rest * size > 64:
                 _pair(zeros(x, 256), *pair)
@@ -468,17 +471,6 @@ def _gather(chunk, chunks, out, x, index, base, scatter, ahead):
             continue
         value = get(x, max(at, 0))  # read in any case: a branch here is mispredicted half the time
         put(out, e, value if at >= 0 else get(base, e) if based else none)
-
-
-@body
-def _gather_sum(chunk, chunks, out, a, index_a, b, index_b):
-    first, bound = _share(chunk, chunks, len(index_a))
-    none = a.dtype.type(0)
-    out, a, index_a, b, index_b = data(out), data(a), data(index_a), data(b), data(index_b)
-    for e in range(first, bound):
-        i, j = get(index_a, e), get(index_b, e)
-        x, y = get(a, max(i, 0)), get(b, max(j, 0))
-        put(out, e, (x if i >= 0 else none) + (y if j >= 0 else none))
 
 
 @body
@@ -624,6 +616,16 @@ def _adam(chunk, chunks, p, m, v, n, g, step, beta2, from_g, from_g2, size, root
         put(m, e, mean)
         put(v, e, square)
         put(p, e, w - size * (mean / (np.sqrt(square) / root + eps)))
+
+
+@body
+def _gate(chunk, chunks, out, g, y):
+    zero = g.dtype.type(0)
+    start, end = _share(chunk, chunks, len(y))
+    out, g, y = data(out), data(g), data(y)
+    for e in range(start, end):
+        through = get(g, e)
+        put(out, e, zero if get(y, e) <= zero else through)
 
 
 @body
@@ -801,9 +803,9 @@ def _compile(function, signature, **options):
 
 
 _SDDMM, _GATHER, _SEGMENT_SUM, _COPY = map(_Kernel, (_sddmm, _gather, _segment_sum, _copy))
-_ROW_MAX, _ROW_SOFTMAX, _GATHER_SUM = map(_Kernel, (_row_max, _row_softmax, _gather_sum))
+_ROW_MAX, _ROW_SOFTMAX = map(_Kernel, (_row_max, _row_softmax))
 _SPMM, _SPGEMM, _DOT, _SGD = (_Kernel(b, written=2) for b in (_spmm, _spgemm, _spgemm_dot, _sgd))
-_ADAM = _Kernel(_adam, written=4)
+_ADAM, _GATE = _Kernel(_adam, written=4), _Kernel(_gate)
 
 # ---------------------------------------------------------------------------------------------
 # The doors
@@ -908,22 +910,23 @@ def _parts(plan, x):
         yield whole, contiguous(x[:, whole:])
 
 
-def spmm(plan, values, x, u=None, dots=None):
+def spmm(plan, values, x, bias=None, u=None, dots=None):
     """See reference. `dots` gets the products of the rows of u and x, as in `_spmm`."""
     if x.ndim == 1:
-        return spmm(plan, values, x[:, None]).reshape(-1)
+        return spmm(plan, values, x[:, None], bias).reshape(-1)
     key = x.dtype.char + plan.indices.dtype.char
     out, (far, near) = empty((plan.n_rows, x.shape[1]), x.dtype), _steps(plan)
     ordered = gather(values, far, scatter=True) if len(far) else contiguous(values)
     if len(near) and x[:1].nbytes > 256:  # several passes over a row: permute once
         ordered, near = gather(ordered, near), near[:0]
+    bias = ordered[:0] if bias is None else contiguous(bias)
     longest, u, dots = (2 * SPLIT, out, out.reshape(-1)[:0]) if u is None else (plan.nnz, u, dots)
     for column, part in _parts(plan, x):
         work = (plan.nnz + plan.n_rows) * (part.shape[1] + 16) * (2 if len(dots) else 1)
-        arrays = out, dots, u, ordered, near, part, plan.indptr, plan.indices
+        arrays = out, dots, u, ordered, near, part, bias, plan.indptr, plan.indices
         _SPMM(key, work, *arrays, column, longest, _ahead(part))
     for i, pieces, perm in _giants(plan):
-        out[i] = spmm(pieces, values[perm], x).sum(0)
+        out[i] = spmm(pieces, values[perm], x).sum(0) + (bias[i] if len(bias) else 0)
     return out
 
 
@@ -935,7 +938,7 @@ def spmm_vjp(plan, back, values, x, g):
     if not suits or any(8 * pieces.nnz > back.nnz for _, pieces, _ in _giants(back)):
         return sddmm(plan, g, x), spmm(back, values, g)
     dots, (far, near) = empty((back.nnz,), g.dtype), _steps(back)
-    out = spmm(back, values, g, contiguous(x), dots)
+    out = spmm(back, values, g, None, contiguous(x), dots)
     dots = gather(dots, near, scatter=True) if len(near) and size > 256 else dots
     return gather(dots, far) if len(far) else dots, out
 
@@ -962,17 +965,6 @@ def gather(x, index, base=None, scatter=False):
     x = x if len(x) else np.zeros(1, x.dtype)
     key, ahead = x.dtype.char + index.dtype.char, 0 if scatter else _ahead(x[:, None])
     _GATHER(key, 32 * len(index), out, x, index, base, scatter, ahead)
-    return out
-
-
-def gather_sum(a, index_a, b, index_b):
-    """See reference."""
-    zero = np.zeros(1, a.dtype)
-    a, b = (contiguous(x) if len(x) else zero for x in (a, b))
-    index_a, index_b = contiguous(index_a), contiguous(index_b)
-    out = empty((len(index_a),), a.dtype)
-    key = a.dtype.char + index_a.dtype.char + index_b.dtype.char
-    _GATHER_SUM(key, 64 * len(out), out, a, index_a, b, index_b)
     return out
 
 
@@ -1041,6 +1033,16 @@ def adam(p, g, m, v, n, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False
     _ADAM(p.dtype.char, 16 * p.size, *arrays, step, *scalars)
 
 
+def gate(g, y):
+    """See reference."""
+    if y.strides[:1] < y.strides[-1:]:  # as layers hold their activations
+        return gate(g.T, y.T).T
+    g, y = contiguous(g), contiguous(y)
+    out = empty(g.shape, g.dtype)
+    _GATE(g.dtype.char + y.dtype.char, 12 * g.size, *(a.reshape(-1) for a in (out, g, y)))
+    return out
+
+
 def warmup(dtypes):
     """Compile every kernel, serial and parallel, for `dtypes` and 32-bit indices."""
     plan = Plan(np.array([0, 1], np.int32), np.array([0], np.int32), 1)
@@ -1050,7 +1052,6 @@ def warmup(dtypes):
         spmm(plan, row, x)
         sddmm(plan, x, x)
         gather(row, plan.indices)
-        gather_sum(row, plan.indices, row, plan.indices)
         segment_sum(row, plan.indptr, plan.indices)
         row_max(plan, row)
         row_softmax(plan, row)
@@ -1059,6 +1060,7 @@ def warmup(dtypes):
         sgd(row, row.copy(), None, 0.1)
         adam(row, row.copy(), row.copy(), row.copy(), np.zeros(1, np.int64), 0.1, 0.9, 0.99, 1e-8)
         contiguous(np.ones((64, 65), dtype).T)
+        gate(row, row), gate(row, row > 0)
     if not _forked:
         for kernel in _kernels:
             for key in list(kernel.serial):

@@ -17,8 +17,8 @@ import numpy as np
 
 
 @np.errstate(all="ignore")  # as compiled code: infinity and NaN pass without a word
-def spmm(plan, values, x):
-    """Sparse matrix times dense matrix: out[i, :] = sum over entries (i, j) of A[i, j] x[j, :].
+def spmm(plan, values, x, bias=None):
+    """Sparse matrix times dense: out[i, :] = bias[i] + sum over entries (i, j) of A[i, j] x[j, :].
 
     Parameters
     ----------
@@ -26,11 +26,13 @@ def spmm(plan, values, x):
         The structure of A.
     values : ndarray of shape (nnz,)
     x : ndarray of shape (n_cols, k) or (n_cols,)
+    bias : ndarray of shape (n_rows,), optional
+        What the sums start from, 0.0 without.
 
     Returns
     -------
     ndarray of shape (n_rows, k) or (n_rows,)
-        New, in C order. Rows without entries are exact zeros.
+        New, in C order. Rows without entries are exactly the bias.
 
     Notes
     -----
@@ -38,6 +40,7 @@ def spmm(plan, values, x):
     """
     out = np.zeros((plan.n_rows, *x.shape[1:]), x.dtype)
     for i in range(plan.n_rows):
+        out[i] = 0 if bias is None else bias[i]
         for e in range(plan.indptr[i], plan.indptr[i + 1]):
             value = values[e if plan.perm is None else plan.perm[e]]
             out[i] += value * x[plan.indices[e]]
@@ -125,26 +128,6 @@ def gather(x, index, base=None):
         elif base is not None:
             out[e] = base[e]
     return out
-
-
-@np.errstate(all="ignore")
-def gather_sum(a, index_a, b, index_b):
-    """Sum of two gathers: out[e] = a[index_a[e]] + b[index_b[e]], nothing for a negative index.
-
-    Parameters
-    ----------
-    a, b : ndarray of shape (n,), (m,)
-    index_a, index_b : integer ndarray of shape (k,)
-
-    Returns
-    -------
-    ndarray of shape (k,)
-
-    Notes
-    -----
-    O(k). What the sum of two sparse matrices is made of.
-    """
-    return gather(a, index_a) + gather(b, index_b)
 
 
 @np.errstate(all="ignore")
@@ -386,6 +369,26 @@ def adam(p, g, m, v, n, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False
         m[at] = m[at] + from_g * (d - m[at])
         v[at] = beta2 * v[at] + from_g2 * d * d
         p[at] = w - size * (m[at] / (np.sqrt(v[at]) / root + eps))
+
+
+def gate(g, y):
+    """Let through where y is positive: out = 0.0 where y <= 0, else g. ``gate(x, x)`` is ReLU.
+
+    Parameters
+    ----------
+    g, y : ndarray of one shape
+        y may be boolean.
+
+    Returns
+    -------
+    ndarray like g
+        New. NaN in y lets through.
+
+    Notes
+    -----
+    O(size).
+    """
+    return np.where(y <= 0, g.dtype.type(0), g)
 
 
 def contiguous(x):

@@ -8,7 +8,7 @@ import operator
 import numpy as np
 
 from ..engine import primitive, raw
-from ..kernels import empty
+from ..kernels import empty, gate
 from .shapes import fold
 
 __all__ = [
@@ -269,10 +269,10 @@ softplus.vjp(lambda g, need, x: g * sigmoid(x))
 @primitive
 def relu(x):
     """Return ``max(x, 0)``; the gradient at 0 is 0."""
-    return np.maximum(x, 0.0, out=_recycled(x.dtype, x))
+    return _gated(np.asarray(x), np.asarray(x))
 
 
-relu.vjp(lambda g, need, out: _where(g, 0.0, condition=out > 0))
+relu.vjp(lambda g, need, out: _where(g, 0.0, condition=raw(out)))
 
 
 @primitive
@@ -317,27 +317,24 @@ def _(g, need, x):
 
 @primitive
 def _where(x, y, *, condition):
-    """Return `x` where the array `condition` holds, else `y`."""
-    dtype = np.result_type(x, y)
-    out = _recycled(dtype, condition, x, y) if dtype.char in "fd" else None
-    if out is None:
-        return np.where(condition, x, y)
-    # NumPy's where branches: on a random condition it takes several times as long as this.
-    bits = np.dtype(f"i{dtype.itemsize}")
-    x, y = (np.asarray(a, dtype=dtype).view(bits) for a in (x, y))
-    keep = out.view(bits)
-    keep[...] = condition.astype(bool, copy=False)
-    np.negative(keep, out=keep)  # all bits or none
-    keep &= x ^ y if y.any() else x
-    keep ^= y
-    return out
+    """Return `x` where the array `condition` holds (is not 0; none is negative), else `y`."""
+    zero = isinstance(x, np.ndarray) and np.ndim(y) == 0 and y == 0
+    if zero and np.result_type(x, y) == x.dtype:
+        return _gated(x, condition)
+    return np.where(condition, x, y)
 
 
 @_where.vjp
 def _(g, need, x_shape, y_shape, condition):
     dx = fold(_where(g, 0.0, condition=condition), x_shape) if need[0] else None
-    dy = fold(_where(0.0, g, condition=condition), y_shape) if need[1] else None
+    dy = fold(_where(g, 0.0, condition=~condition), y_shape) if need[1] else None
     return dx, dy
+
+
+def _gated(x, by):
+    """Return 0 where `by` is 0 or less, `x` elsewhere; NumPy's where takes many times as long."""
+    fast = x.size > 4096 and x.dtype.char in "fd" and x.shape == by.shape
+    return gate(x, by) if fast else np.where(by <= 0, x.dtype.type(0), x)
 
 
 def where(condition, x, y):
@@ -364,7 +361,7 @@ def where(condition, x, y):
     >>> x.grad
     array([0. , 0.5])
     """
-    return _where(x, y, condition=np.array(raw(condition)))  # a copy: the caller's may change
+    return _where(x, y, condition=np.array(raw(condition), dtype=bool))  # a copy
 
 
 def _shared(better):

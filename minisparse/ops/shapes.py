@@ -58,7 +58,8 @@ def transpose(x, *, axes=None):
 def _(g, need, axes):
     if axes is None:
         return transpose(g)
-    return transpose(g, axes=tuple(np.argsort(normalize_axis_tuple(axes, g.ndim))))
+    place = normalize_axis_tuple(axes, g.ndim).__getitem__
+    return transpose(g, axes=sorted(range(g.ndim), key=place))
 
 
 def swapped(x):
