@@ -350,7 +350,7 @@ def _spmm(chunk, chunks, out, dots, u, values, perm, x, bias, ptr, indices, colu
 
     An empty `perm` stands for the values as they come, an empty `bias` for zeros. Where `dots` is
     not empty, it gets u[i] . x[j] for each entry, in the order of the values; the rows of x then
-    take 64 bytes, or a multiple of 256.
+    take 64 or 128 bytes, or a multiple of 256.
     """
     k, width, size = x.shape[1], out.shape[1], x.itemsize
     full = 256 // size
@@ -375,8 +375,10 @@ def _spmm(chunk, chunks, out, dots, u, values, perm, x, bias, ptr, indices, colu
             where = out, to + c, values, perm, permuted, x, k, c
             row = (rest, zero, *where, start, end, indices, last, ahead)
             pair = one, dots, u, column + c > 0, *where, *row[-5:]
-            if both and rest * size > 64:
+            if both and rest * size > 128:
                 _pair(zeros(x, 256), *pair)
+            elif both and rest * size > 64:
+                _pair(zeros(x, 128), *pair)
             elif both:
                 _pair(one, *pair)
             elif rest * size > 128:
@@ -934,7 +936,7 @@ def spmm_vjp(plan, back, values, x, g):
     """See reference."""
     size = g[:1].nbytes
     # One walk pays where a row is whole vectors; but it does not split the row that dominates.
-    suits = size == 64 or 0 < size == size // 256 * 256
+    suits = size in (64, 128) or 0 < size == size // 256 * 256
     if not suits or any(8 * pieces.nnz > back.nnz for _, pieces, _ in _giants(back)):
         return sddmm(plan, g, x), spmm(back, values, g)
     dots, (far, near) = empty((back.nnz,), g.dtype), _steps(back)
