@@ -245,9 +245,8 @@ class _Affine(Module):
         if np.shape(x)[-1:] != self.weight.shape[1:]:
             shape, n = np.shape(x), self.weight.shape[1]
             raise ValueError(f"{type(self).__name__}: x of shape {shape} needs {n} features last")
-        return self._product(x)
-
-    def _product(self, x):
+        if isinstance(self.weight, SparseParameter) and self.bias is not None and np.ndim(x) < 3:
+            return affine(self.weight.values, x, self.bias, pattern=self.weight.pattern)
         y = matmul(x, self.weight.T)
         return y if self.bias is None else y + self.bias
 
@@ -339,11 +338,6 @@ class SparseLinear(_Affine):
         if weight.shape != shape:
             raise ValueError(f"SparseLinear: a pattern of {weight.shape} for {shape}")
         self._start(weight, weight.pattern.fan_in, bias, rng)
-
-    def _product(self, x):
-        if self.bias is None or np.ndim(x) > 2:
-            return super()._product(x)
-        return affine(self.weight.values, x, self.bias, pattern=self.weight.pattern)
 
     @classmethod
     def from_linear(cls, linear, *, keep):

@@ -346,58 +346,65 @@ def _dot(zero, values, perm, permuted, x, start, end, indices):
 
 @body
 def _spmm(chunk, chunks, out, dots, u, values, perm, x, bias, ptr, indices, column, longest, ahead):
-    """out[:, column : column + k] = A x + bias, without the rows of more than `longest` entries.
+    """out[:, column:] = A x + bias, without the rows of more than `longest` entries.
+
+    x is one panel of k columns after the other: an array of shape (panels, n_cols, k). A chunk
+    takes its rows through all of them.
 
     An empty `perm` stands for the values as they come, an empty `bias` for zeros. Where `dots` is
     not empty, it gets u[i] . x[j] for each entry, in the order of the values; the rows of x then
     take 64 or 128 bytes, or a multiple of 256.
     """
-    k, width, size = x.shape[1], out.shape[1], x.itemsize
+    (panels, n_cols, k), width, size = x.shape, out.shape[1], x.itemsize
     full = 256 // size
     n, last, permuted, both = len(ptr) - 1, len(indices) - 1, len(perm) > 0, len(dots) > 0
     zero, one, biased = x.dtype.type(0), zeros(x, 64), len(bias) > 0
     out, values, perm, x, bias = data(out), data(values), data(perm), data(x), data(bias)
     ptr, indices, dots, u = data(ptr), data(indices), data(dots), data(u)
     first, bound = _rows(chunk, chunks, ptr, n)
-    for i in range(first, bound):
-        start, end = np.int64(get(ptr, i)), np.int64(get(ptr, i + 1))
-        to = i * width + column
-        if end - start > longest:
-            continue
-        if biased:
-            zero = get(bias, i)
-        if k == 1:
-            put(out, to, _dot(zero, values, perm, permuted, x, start, end, indices))
-            continue
-        for c in range(0, k, full):
-            # Two vectors of the smallest power of two that is at least half of what is left.
-            rest = min(k - c, full)
-            where = out, to + c, values, perm, permuted, x, k, c
-            row = (rest, zero, *where, start, end, indices, last, ahead)
-            pair = one, dots, u, column + c > 0, *where, *row[-5:]
-            if both and rest * size > 128:
-                _pair(zeros(x, 256), *pair)
-            elif both and rest * size > 64:
-                _pair(zeros(x, 128), *pair)
-            elif both:
-                _pair(one, *pair)
-            elif rest * size > 128:
-                _tile(zeros(x, 128), *row)
-            elif rest * size > 64:
-                _tile(zeros(x, 64), *row)
-            elif rest * size > 32:
-                _tile(zeros(x, 32), *row)
-            elif rest * size > 16:
-                _tile(zeros(x, 16), *row)
-            elif rest * size > 8:
-                _tile(zeros(x, 8), *row)
-            else:
-                _tile(zeros(x, 4), *row)
+    for panel in range(panels):
+        at = np.int64(panel) * n_cols * k
+        for i in range(first, bound):
+            start, end = np.int64(get(ptr, i)), np.int64(get(ptr, i + 1))
+            to = i * width + column + panel * k
+            if end - start > longest:
+                continue
+            if biased:
+                zero = get(bias, i)
+            if k == 1:
+                put(out, to, _dot(zero, values, perm, permuted, x, start, end, indices))
+                continue
+            for c in range(0, k, full):
+                # Two vectors of the smallest power of two that is at least half of what is left.
+                rest = min(k - c, full)
+                where = out, to + c, values, perm, permuted, x, k, at + c
+                row = (rest, zero, *where, start, end, indices, last, ahead)
+                pair = one, dots, u, column + panel + c > 0, *where, *row[-5:]
+                if both and rest * size > 128:
+                    _pair(zeros(x, 256), *pair)
+                elif both and rest * size > 64:
+                    _pair(zeros(x, 128), *pair)
+                elif both:
+                    _pair(one, *pair)
+                elif rest * size > 128:
+                    _tile(zeros(x, 128), *row)
+                elif rest * size > 64:
+                    _tile(zeros(x, 64), *row)
+                elif rest * size > 32:
+                    _tile(zeros(x, 32), *row)
+                elif rest * size > 16:
+                    _tile(zeros(x, 16), *row)
+                elif rest * size > 8:
+                    _tile(zeros(x, 8), *row)
+                else:
+                    _tile(zeros(x, 4), *row)
 
 
 @inlined
-def _entries(like, out, u, at, v, k, first, bound, indices, last, more, ahead):
+def _entries(like, out, u, at, v, base, k, first, bound, indices, last, more, ahead):
     """out[e] = (out[e] if more) + u[at : at + k] . v[j] for the entries first..bound of one row.
+
+    Row j of v begins at base + j k.
 
     Four entries at a time share the loads of u and the sums across lanes; in the last round some
     may be the same. Vectors run along the columns; the first one is cut so that the others end
@@ -406,12 +413,13 @@ def _entries(like, out, u, at, v, k, first, bound, indices, last, more, ahead):
     lanes = width(like)
     head = (k - 1) % lanes + 1
     for e in range(first, bound, 4):
-        a, b = np.int64(get(indices, e)) * k, np.int64(get(indices, min(e + 1, bound - 1))) * k
-        c = np.int64(get(indices, min(e + 2, bound - 1))) * k
-        d = np.int64(get(indices, min(e + 3, bound - 1))) * k
+        a = base + np.int64(get(indices, e)) * k
+        b = base + np.int64(get(indices, min(e + 1, bound - 1))) * k
+        c = base + np.int64(get(indices, min(e + 2, bound - 1))) * k
+        d = base + np.int64(get(indices, min(e + 3, bound - 1))) * k
         if ahead and bound - e >= 4:
             for n in range(4):
-                later = np.int64(get(indices, min(e + ahead + n, last))) * k
+                later = base + np.int64(get(indices, min(e + ahead + n, last))) * k
                 for q in range(0, k, lanes):
                     prefetch(like, v, later + q)
         w = load(like, u, at)
@@ -436,26 +444,28 @@ def _entries(like, out, u, at, v, k, first, bound, indices, last, more, ahead):
 
 @body
 def _sddmm(chunk, chunks, out, u, v, ptr, indices, column, ahead):
-    """out[e] = (out[e] if column) + u[i, column : column + k] . v[j] for a share of the entries.
+    """out[e] = (out[e] if column) + u[i, column:] . v[j] for a share of the entries.
 
-    A share may begin and end inside a row.
+    v is in panels, as in `_spmm`. A share may begin and end inside a row.
     """
     first, bound = _share(chunk, chunks, len(indices))
-    n, last = len(ptr) - 1, len(indices) - 1
-    k, width, size = v.shape[1], u.shape[1], v.shape[1] * v.itemsize
+    n, last, (panels, n_cols, k) = len(ptr) - 1, len(indices) - 1, v.shape
+    width, size = u.shape[1], k * v.itemsize
     out, u, v, ptr, indices = data(out), data(u), data(v), data(ptr), data(indices)
-    i = _row(ptr, n, first + 1, 0) - 1  # the row of the first entry
-    while first < bound:
-        end = min(np.int64(get(ptr, i + 1)), bound)
-        row = out, u, i * width + column, v, k, first, end, indices, last, column > 0, ahead
-        if size >= 64:
-            _entries(zeros(v, 64), *row)
-        elif size >= 16:
-            _entries(zeros(v, 16), *row)
-        else:
-            _entries(zeros(v, 4), *row)
-        first = end
-        i += 1
+    for panel in range(panels):
+        start, i = first, _row(ptr, n, first + 1, 0) - 1  # the row of the first entry
+        while start < bound:
+            end = min(np.int64(get(ptr, i + 1)), bound)
+            rows = out, u, i * width + column + panel * k, v, np.int64(panel) * n_cols * k, k
+            row = *rows, start, end, indices, last, column + panel > 0, ahead
+            if size >= 64:
+                _entries(zeros(v, 64), *row)
+            elif size >= 16:
+                _entries(zeros(v, 16), *row)
+            else:
+                _entries(zeros(v, 4), *row)
+            start = end
+            i += 1
 
 
 @body
@@ -818,6 +828,9 @@ SPLIT = 1 << 14
 AHEAD = 64
 """How many lines ahead a gathered operand is asked for."""
 
+DIRECT = 1 << 20
+"""Up to so many values are permuted in one step."""
+
 BLOCK = 1 << 16
 """How many values stay together where they are permuted in two steps."""
 
@@ -831,8 +844,8 @@ with contextlib.suppress(OSError, ValueError):
 
 def _ahead(x):
     """How many entries ahead to ask for the rows of x; 0 (not at all) where x is near anyway."""
-    lines = x.shape[1] * x.itemsize // 64
-    return AHEAD // max(1, min(4, lines)) if x.nbytes > CACHE // 2 else 0
+    lines = x.shape[-1] * x.itemsize // 64
+    return AHEAD // max(1, min(4, lines)) if x[:1].nbytes > CACHE // 2 else 0
 
 
 def _giants(plan):
@@ -855,17 +868,27 @@ def _steps(plan):
     far[n] is the place of value n: in the block of its entry, among whose BLOCK entries the values
     keep their order; near[e] is the place where entry e finds its value. So the first step moves
     along in streams, the second stays in a block: both are kind to caches. `far` is empty where
-    one block is enough; so is `near` where nothing is permuted.
+    one step is enough; so is `near` where nothing is permuted.
     """
     if "steps" not in plan.derived:
         far, near = plan.indices[:0], plan.indices[:0] if plan.perm is None else plan.perm
-        if len(near) > BLOCK:
+        if len(near) > DIRECT:
             far, block = np.empty_like(near), np.empty_like(near)
             block[near] = np.arange(plan.nnz) // BLOCK
             far[np.argsort(block, kind="stable")] = np.arange(plan.nnz)
             near = far[near]
         plan.derived["steps"] = far, near
     return plan.derived["steps"]
+
+
+def _in_order(plan, dots, near_done=False):
+    """Bring numbers from the order of the plan's entries into that of its values."""
+    far, near = _steps(plan)
+    if len(near) and not near_done:
+        if "home" not in plan.derived:  # to gather is faster than to scatter
+            plan.derived["home"] = np.argsort(near).astype(near.dtype)
+        dots = gather(dots, plan.derived["home"])
+    return gather(dots, far) if len(far) else dots
 
 
 def contiguous(x):
@@ -892,10 +915,11 @@ def _panels(x, m):
 
 
 def _parts(plan, x):
-    """Yield the parts of x to multiply one after the other, as pairs (first column, part).
+    """Yield the parts of x to multiply in turn: (first column, panels, chunks at most).
 
-    Narrow panels pay where x is too large for the core's own cache, a panel is not, and a row of
-    x is needed often enough to be worth the copy. Else x is one part.
+    Each part is one panel after the other. Narrow panels pay where x is too large for the core's
+    own cache, a panel is not, and a row of x is needed often enough to be worth the copy; a thread
+    then stays with its rows. Else x is one panel.
     """
     (n, k), m = x.shape, 256 // x.itemsize
     whole = k // m * m
@@ -904,12 +928,12 @@ def _parts(plan, x):
         x = contiguous(x)
         # Where a row is as long as a cache line and lies across two, aligning x pays.
         across = k * x.itemsize == 64 and x.nbytes > CACHE // 2 and x.ctypes.data % 64
-        yield 0, _panels(x, k)[0] if across and plan.nnz >= 4 * n else x
+        yield 0, _panels(x, k) if across and plan.nnz >= 4 * n else x[None], MAX_CHUNKS
         return
     x = x if _readable(x) else contiguous(x)
-    yield from zip(range(0, whole, m), _panels(x[:, :whole], m), strict=True)
+    yield 0, _panels(x[:, :whole], m), get_num_threads()
     if whole < k:
-        yield whole, contiguous(x[:, whole:])
+        yield whole, contiguous(x[:, whole:])[None], MAX_CHUNKS
 
 
 def spmm(plan, values, x, bias=None, u=None, dots=None):
@@ -923,10 +947,10 @@ def spmm(plan, values, x, bias=None, u=None, dots=None):
         ordered, near = gather(ordered, near), near[:0]
     bias = ordered[:0] if bias is None else contiguous(bias)
     longest, u, dots = (2 * SPLIT, out, out.reshape(-1)[:0]) if u is None else (plan.nnz, u, dots)
-    for column, part in _parts(plan, x):
-        work = (plan.nnz + plan.n_rows) * (part.shape[1] + 16) * (2 if len(dots) else 1)
+    for column, part, most in _parts(plan, x):
+        work = (plan.nnz + plan.n_rows) * len(part) * (part.shape[2] + 16) * (1 + (len(dots) > 0))
         arrays = out, dots, u, ordered, near, part, bias, plan.indptr, plan.indices
-        _SPMM(key, work, *arrays, column, longest, _ahead(part))
+        _SPMM(key, work, *arrays, column, longest, _ahead(part), most=most)
     for i, pieces, perm in _giants(plan):
         out[i] = spmm(pieces, values[perm], x).sum(0) + (bias[i] if len(bias) else 0)
     return out
@@ -939,10 +963,9 @@ def spmm_vjp(plan, back, values, x, g):
     suits = size in (64, 128) or 0 < size == size // 256 * 256
     if not suits or any(8 * pieces.nnz > back.nnz for _, pieces, _ in _giants(back)):
         return sddmm(plan, g, x), spmm(back, values, g)
-    dots, (far, near) = empty((back.nnz,), g.dtype), _steps(back)
+    dots = empty((back.nnz,), g.dtype)
     out = spmm(back, values, g, None, contiguous(x), dots)
-    dots = gather(dots, near, scatter=True) if len(near) and size > 256 else dots
-    return gather(dots, far) if len(far) else dots, out
+    return _in_order(back, dots, near_done=size <= 256), out
 
 
 def sddmm(plan, u, v):
@@ -953,10 +976,11 @@ def sddmm(plan, u, v):
     if u.shape[1] == 0:
         return np.zeros(plan.nnz, u.dtype)
     out, u = empty((plan.nnz,), u.dtype), contiguous(u)
-    for column, part in _parts(plan, v):
-        work = plan.nnz * (part.shape[1] + 16)
-        _SDDMM(key, work, out, u, part, plan.indptr, plan.indices, column, _ahead(part))
-    return out if plan.perm is None else gather(out, plan.perm, scatter=True)
+    for column, part, most in _parts(plan, v):
+        work = plan.nnz * len(part) * (part.shape[2] + 16)
+        arrays = out, u, part, plan.indptr, plan.indices
+        _SDDMM(key, work, *arrays, column, _ahead(part), most=most)
+    return _in_order(plan, out)
 
 
 def gather(x, index, base=None, scatter=False):
@@ -966,7 +990,7 @@ def gather(x, index, base=None, scatter=False):
     base = x[:0] if base is None else contiguous(base)
     x = x if len(x) else np.zeros(1, x.dtype)
     key, ahead = x.dtype.char + index.dtype.char, 0 if scatter else _ahead(x[:, None])
-    _GATHER(key, 32 * len(index), out, x, index, base, scatter, ahead)
+    _GATHER(key, 16 * len(index), out, x, index, base, scatter, ahead)
     return out
 
 

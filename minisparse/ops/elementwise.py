@@ -18,7 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _recycled(dtype, *xs):
+def _recycled(*xs):
     """Return memory for a large result, in the order of the largest operand; None for a small one.
 
     NumPy's own comes fresh from the system each time, page by page, which takes longer than most of
@@ -32,7 +32,7 @@ def _recycled(dtype, *xs):
     if not all(type(x) in (np.ndarray, float, int) for x in xs):
         return None
     large = max(xs, key=np.size)
-    shape, dtype = np.broadcast_shapes(*map(np.shape, xs)), dtype or np.result_type(*xs)
+    shape, dtype = np.broadcast_shapes(*map(np.shape, xs)), np.result_type(*xs)
     turned = large.shape == shape and large.ndim == 2 and large.strides[0] < large.strides[1]
     return empty(shape[::-1], dtype).T if turned else empty(shape, dtype)
 
@@ -43,7 +43,7 @@ def _recycled(dtype, *xs):
 @primitive
 def add(x, y):
     """Return ``x + y``."""
-    return np.add(x, y, out=_recycled(None, x, y))
+    return np.add(x, y, out=_recycled(x, y))
 
 
 @add.vjp
@@ -65,7 +65,7 @@ def _(g, need, x_shape, y_shape):
 @primitive
 def multiply(x, y):
     """Return ``x * y``."""
-    return np.multiply(x, y, out=_recycled(None, x, y))
+    return np.multiply(x, y, out=_recycled(x, y))
 
 
 @multiply.vjp(x=1, y=0)
