@@ -107,10 +107,16 @@ def as_dtype(dtype, what="dtype") -> np.dtype:
 
 
 def as_floats(data, dtype=None, what="tensor") -> np.ndarray:
-    """Return `data` as a new C-ordered float32 or float64 array; integers become float64."""
-    array = np.array(data, order="C")
+    """Return `data` as a new C-ordered float32 or float64 array; integers become float64.
+
+    It begins at a cache line: a row that straddles two makes the products with it slower.
+    """
+    array = np.asarray(data)
     own = as_dtype(np.float64 if array.dtype.kind in "biu" else array.dtype, what)
-    return array.astype(own if dtype is None else as_dtype(dtype), copy=False)
+    memory = np.empty(array.size + 16, own if dtype is None else as_dtype(dtype))
+    memory = memory[-memory.ctypes.data % 64 // memory.itemsize :][: array.size]
+    memory[:] = array.ravel()
+    return memory.reshape(array.shape)
 
 
 class Tensor(_Base):
@@ -669,7 +675,6 @@ def _is_new(r, g, saved, results):
 
     What is given to and kept by a rule, and its other results, may see it; `r` itself is counted.
     """
-    if type(r) is not np.ndarray or isinstance(r.base, np.ndarray):
-        return False
     others = [g, *results, *saved, *(a for s in saved if type(s) is list for a in s)]
-    return len([o for o in others if r is o or r is getattr(o, "base", None)]) == 1
+    seen = [o for o in others if r is o or r is getattr(o, "base", None)]
+    return type(r) is np.ndarray and not isinstance(r.base, np.ndarray) and len(seen) == 1
