@@ -86,7 +86,7 @@ def measure(neurons, tiles, steps, batch):
 
 
 def scaling(neurons, tiles, steps, batch):
-    sizes = [neurons * n // 2 for n in (1, 2, 3, 4)]
+    sizes = [neurons * n for n in (1, 2, 3, 4)]
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         table = [pool.apply(measure, (size, tiles, steps, batch)) for size in sizes]
     print(f"\n{'neurons':>10} {'fastest step':>15} {'peak memory':>12}")
@@ -137,5 +137,5 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=16, help="tiles a step")
     parser.add_argument("--save", metavar="FILE", help="write a checkpoint at the end")
     parser.add_argument("--resume", metavar="FILE", help="go on from a checkpoint")
-    parser.add_argument("--scaling", action="store_true", help="measure N/2, N, 3N/2 and 2N")
+    parser.add_argument("--scaling", action="store_true", help="measure N, 2N, 3N and 4N")
     main(parser.parse_args())

@@ -94,8 +94,7 @@ def affine(values, x, bias, *, pattern):
 
 @affine.vjp(values=1, x=0)
 def _(g, need, values, x, pattern):
-    x = x.T if need[0] else None
-    dvalues, dx = _spmm_rule(g.T, need[:2], values, x, pattern, False)
+    dvalues, dx = _spmm_rule(g.T, need[:2], values, x.T if need[0] else x, pattern, False)
     if need[2] and g.ndim == 2:
         # In a short sum einsum is several times as fast as sum.
         g = ops.sum(g, axis=0) if isinstance(g, Tensor) else np.einsum("ij->j", g)

@@ -101,11 +101,10 @@ def _door(definition):
 
 
 spmm, spmm_vjp, sddmm = map(_door, (reference.spmm, reference.spmm_vjp, reference.sddmm))
-gather, segment_sum = map(_door, (reference.gather, reference.segment_sum))
+gather, segment_sum, gate = map(_door, (reference.gather, reference.segment_sum, reference.gate))
 row_max, row_softmax = map(_door, (reference.row_max, reference.row_softmax))
 spgemm, spgemm_dot = map(_door, (reference.spgemm, reference.spgemm_dot))
-sgd, adam, gate = map(_door, (reference.sgd, reference.adam, reference.gate))
-contiguous = _door(reference.contiguous)
+sgd, adam, contiguous = map(_door, (reference.sgd, reference.adam, reference.contiguous))
 
 
 @contextlib.contextmanager

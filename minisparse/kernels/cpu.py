@@ -849,16 +849,16 @@ def _ahead(x):
 
 
 def _giants(plan):
-    """The rows to sum in pieces: the number of each, a plan of the pieces as rows, its values."""
+    """The rows to sum in pieces, the bounds of the pieces, and which are the first ones.
+
+    What lies between two giant rows is a piece as well.
+    """
     if "giants" not in plan.derived:
-        giants = []
-        for i in np.flatnonzero(np.diff(plan.indptr) > 2 * SPLIT):
-            start, end = plan.indptr[i : i + 2]
-            ptr = np.append(np.arange(0, end - start, SPLIT), end - start)
-            perm = np.arange(start, end) if plan.perm is None else plan.perm[start:end]
-            pieces = Plan(ptr.astype(plan.indptr.dtype), plan.indices[start:end], plan.n_cols)
-            giants.append((i, pieces, perm))
-        plan.derived["giants"] = giants  # when it is complete: other threads may be reading
+        rows = np.flatnonzero(np.diff(plan.indptr) > 2 * SPLIT)
+        ends = plan.indptr[np.column_stack((rows, rows + 1))]
+        bounds = (np.append(np.arange(a, b, SPLIT), b) for a, b in ends)
+        ptr = np.concatenate([rows[:0], *bounds]).astype(plan.indptr.dtype)
+        plan.derived["giants"] = rows, ptr, np.searchsorted(ptr, ends.ravel())[:-1]
     return plan.derived["giants"]
 
 
@@ -897,9 +897,7 @@ def contiguous(x):
         return x  # in C order and aligned
     if x.ndim == 2 and x.size > 4096 and _readable(x):
         return _panels(x, x.shape[1])[0]
-    out = empty(x.shape, x.dtype.newbyteorder("="))
-    out[...] = x
-    return out
+    return np.require(x, x.dtype.newbyteorder("="), ["C", "A", "E"])
 
 
 def _readable(x):
@@ -945,14 +943,21 @@ def spmm(plan, values, x, bias=None, u=None, dots=None):
     ordered = gather(values, far, scatter=True) if len(far) else contiguous(values)
     if len(near) and x[:1].nbytes > 256:  # several passes over a row: permute once
         ordered, near = gather(ordered, near), near[:0]
-    bias = ordered[:0] if bias is None else contiguous(bias)
-    longest, u, dots = (2 * SPLIT, out, out.reshape(-1)[:0]) if u is None else (plan.nnz, u, dots)
+    (giants, ptr, firsts), none = _giants(plan), out.reshape(-1)[:0]
+    bias = none if bias is None else contiguous(bias)
+    sums = np.zeros((max(len(ptr) - 1, 0), x.shape[1]), x.dtype)
+    longest, u, dots = (2 * SPLIT, out, none) if u is None else (plan.nnz, u, dots)
     for column, part, most in _parts(plan, x):
         work = (plan.nnz + plan.n_rows) * len(part) * (part.shape[2] + 16) * (1 + (len(dots) > 0))
-        arrays = out, dots, u, ordered, near, part, bias, plan.indptr, plan.indices
-        _SPMM(key, work, *arrays, column, longest, _ahead(part), most=most)
-    for i, pieces, perm in _giants(plan):
-        out[i] = spmm(pieces, values[perm], x).sum(0) + (bias[i] if len(bias) else 0)
+        given, ahead = (ordered, near, part), _ahead(part)
+        arrays = out, dots, u, *given, bias, plan.indptr, plan.indices
+        _SPMM(key, work, *arrays, column, longest, ahead, most=most)
+        if len(giants):
+            arrays = sums, none, sums, *given, none, ptr, plan.indices
+            _SPMM(key, work, *arrays, column, SPLIT, ahead, most=most)
+    if len(giants):  # every other sum is of what lies between them
+        sums = np.add.reduceat(sums, firsts)[::2]
+        out[giants] = sums + bias[giants, None] if len(bias) else sums
     return out
 
 
@@ -961,7 +966,8 @@ def spmm_vjp(plan, back, values, x, g):
     size = g[:1].nbytes
     # One walk pays where a row is whole vectors; but it does not split the row that dominates.
     suits = size in (64, 128) or 0 < size == size // 256 * 256
-    if not suits or any(8 * pieces.nnz > back.nnz for _, pieces, _ in _giants(back)):
+    giants, start = _giants(back)[0], back.indptr
+    if not suits or np.any(start[giants + 1] - start[giants] > back.nnz // 8):
         return sddmm(plan, g, x), spmm(back, values, g)
     dots = empty((back.nnz,), g.dtype)
     out = spmm(back, values, g, None, contiguous(x), dots)
@@ -978,8 +984,7 @@ def sddmm(plan, u, v):
     out, u = empty((plan.nnz,), u.dtype), contiguous(u)
     for column, part, most in _parts(plan, v):
         work = plan.nnz * len(part) * (part.shape[2] + 16)
-        arrays = out, u, part, plan.indptr, plan.indices
-        _SDDMM(key, work, *arrays, column, _ahead(part), most=most)
+        _SDDMM(key, work, out, u, part, plan.indptr, plan.indices, column, _ahead(part), most=most)
     return _in_order(plan, out)
 
 

@@ -17,7 +17,7 @@ ALIGN = 64
 SMALL = 1 << 15
 """Arrays below this many bytes come from NumPy, which is quicker for them."""
 
-MAX_IDLE_BYTES = 1 << 29
+MAX_IDLE_BYTES = 1 << 31
 """Idle blocks beyond this many bytes are given back to the system, the oldest first."""
 
 MAX_IDLE_SIZES = 1 << 10

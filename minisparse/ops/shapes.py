@@ -56,10 +56,8 @@ def transpose(x, *, axes=None):
 
 @transpose.vjp
 def _(g, need, axes):
-    if axes is None:
-        return transpose(g)
-    place = normalize_axis_tuple(axes, g.ndim).__getitem__
-    return transpose(g, axes=sorted(range(g.ndim), key=place))
+    places = range(g.ndim)[::-1] if axes is None else normalize_axis_tuple(axes, g.ndim)
+    return transpose(g, axes=sorted(range(g.ndim), key=places.__getitem__))
 
 
 def swapped(x):
