@@ -84,6 +84,7 @@ def results(layout=np.ascontiguousarray):
     tied = ms.SparseParameter((wide, normal(8, 50_000)[labels]), share=labels)
     record("tied", tied @ leaf(4, N, 16), tied.free)
     p = leaf(9, 600_000)
+    record("ReLU", ms.relu(p), p)
     opt = ms.optim.SGD([p], lr=0.5, momentum=0.5, nesterov=True)
     for _ in range(2):
         p.grad = normal(10, 600_000)
@@ -169,6 +170,7 @@ def check_results(got):
     tied = np.bincount(place[labels], dots(wide, g(N, 16), number(4, N, 16)))
     held("tied", T @ number(4, N, 16), tied)
     p, buf, d = number(9, 600_000).copy(), 0, number(10, 600_000)
+    held("ReLU", np.maximum(p, 0), np.where(p > 0, g(600_000), 0))
     for _ in range(2):
         buf = 0.5 * buf + d
         p -= 0.5 * (d + 0.5 * buf)
