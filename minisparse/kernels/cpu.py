@@ -955,9 +955,10 @@ def spmm(plan, values, x, bias=None, u=None, dots=None):
         if len(giants):
             arrays = sums, none, sums, *given, none, ptr, plan.indices
             _SPMM(key, work, *arrays, column, SPLIT, ahead, most=most)
-    if len(giants):  # every other sum is of what lies between them
-        sums = np.add.reduceat(sums, firsts)[::2]
-        out[giants] = sums + bias[giants, None] if len(bias) else sums
+    if len(giants):
+        with np.errstate(all="ignore"):  # every other sum is of what lies between giant rows
+            sums = np.add.reduceat(sums, firsts)[::2]
+            out[giants] = sums + bias[giants, None] if len(bias) else sums
     return out
 
 

@@ -272,7 +272,8 @@ def relu(x):
     return _gated(np.asarray(x), np.asarray(x))
 
 
-relu.vjp(lambda g, need, out: _where(g, 0.0, condition=raw(out)))
+# What is recorded keeps the condition, and nobody watches it: it gets an array of its own.
+relu.vjp(lambda g, need, out: _where(g, 0.0, condition=out if out is raw(out) else ~(out <= 0)))
 
 
 @primitive
