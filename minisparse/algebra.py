@@ -30,7 +30,14 @@ def _merged(p, q):
 @once
 def _union(p, q):
     pattern, at_p, at_q = _merged(p, q)
-    return pattern, IndexMap(at_p, p.nnz), IndexMap(at_q, q.nnz)
+    places = np.append(np.flatnonzero(at_p >= 0), np.flatnonzero(at_q >= 0))
+    return pattern, IndexMap(places, pattern.nnz)
+
+
+def _sum(x, y):
+    pattern, places = _union(x.pattern, y.pattern)
+    both = ops.concatenate([x.values, y.values])
+    return SparseTensor(pattern, segment_sum(both, index_map=places))
 
 
 @once
@@ -41,10 +48,16 @@ def _intersection(p, q):
     return pattern, IndexMap(at_p[both], p.nnz), IndexMap(at_q[both], q.nnz)
 
 
-def _elementwise(function, merge):
+def _product(x, y):
+    pattern, map_x, map_y = _intersection(x.pattern, y.pattern)
+    values = gather(x.values, index_map=map_x) * gather(y.values, index_map=map_y)
+    return SparseTensor(pattern, values)
+
+
+def _elementwise(function, merged):
     """Make an operator of two sparse operands: `function` of their values, entry by entry.
 
-    Where their patterns differ, `merge` gives that of the result and where its entries come from.
+    Where their patterns differ, it is `merged`.
     """
 
     def operator(x, y):
@@ -53,15 +66,13 @@ def _elementwise(function, merge):
             raise ValueError(f"{function.__name__}: shapes {x.shape} and {y.shape} differ")
         if x.pattern == y.pattern:
             return x.with_values(function(x.values, y.values))
-        pattern, map_x, map_y = merge(x.pattern, y.pattern)
-        a, b = gather(x.values, index_map=map_x), gather(y.values, index_map=map_y)
-        return SparseTensor(pattern, function(a, b))
+        return merged(x, y)
 
     return operator
 
 
-_add = _elementwise(ops.add, _union)
-_multiply = _elementwise(ops.multiply, _intersection)
+_add = _elementwise(ops.add, _sum)
+_multiply = _elementwise(ops.multiply, _product)
 
 # ------------------------------------------------------------------------------ matrix product
 

@@ -8,7 +8,7 @@ import operator
 import numpy as np
 
 from ..engine import primitive, raw
-from ..kernels import empty, gate
+from ..kernels import gate
 from .shapes import fold
 
 __all__ = [
@@ -18,32 +18,13 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _recycled(*xs):
-    """Return memory for a large result, in the order of the largest operand; None for a small one.
-
-    NumPy's own comes fresh from the system each time, page by page, which takes longer than most of
-    the operations here; and it rarely begins at a cache line, as the products like it.
-    """
-    for x in xs:  # in few steps, since most operands are small
-        if type(x) is np.ndarray and x.size >= 1 << 15:
-            break
-    else:
-        return None
-    if not all(type(x) in (np.ndarray, float, int) for x in xs):
-        return None
-    large = max(xs, key=np.size)
-    shape, dtype = np.broadcast_shapes(*map(np.shape, xs)), np.result_type(*xs)
-    turned = large.shape == shape and large.ndim == 2 and large.strides[0] < large.strides[1]
-    return empty(shape[::-1], dtype).T if turned else empty(shape, dtype)
-
-
 # ------------------------------------------------------------------------------------ arithmetic
 
 
 @primitive
 def add(x, y):
     """Return ``x + y``."""
-    return np.add(x, y, out=_recycled(x, y))
+    return np.add(x, y)
 
 
 @add.vjp
@@ -65,7 +46,7 @@ def _(g, need, x_shape, y_shape):
 @primitive
 def multiply(x, y):
     """Return ``x * y``."""
-    return np.multiply(x, y, out=_recycled(x, y))
+    return np.multiply(x, y)
 
 
 @multiply.vjp(x=1, y=0)
