@@ -211,6 +211,18 @@ def check_training(got):
 
 
 @functools.cache
+def on_threads():
+    """The compiled kernels, of which smaller work than elsewhere runs on Numba's threads."""
+    module = compiled()
+    module.PARALLEL_WORK = 1 << 22
+    return module
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    compiled, kernels._compiled = kernels._compiled, on_threads
+
+
+@functools.cache
 def expected():
     """What the work gives: as the process that checked it says, else as it is done serially."""
     if "EXPECTED" in os.environ:

@@ -685,9 +685,10 @@ def _tasks(tasks, chunks, address, args):
 # ---------------------------------------------------------------------------------------------
 # Compiling at first use, and the choice between serial and parallel
 
-PARALLEL_WORK = 1 << 22
+PARALLEL_WORK = 1 << 24
 """Up to this much work is done by one thread. The unit is a multiply-add in a vector, about 36
-picoseconds; waking OpenMP's threads, where they do not spin, took from 15 to 100 microseconds."""
+picoseconds. Waking OpenMP's threads, where they do not spin, took from 15 to 200 microseconds, the
+most where they had slept through other parts of a training step."""
 
 CHUNK_WORK = 1 << 18
 """The least work worth a chunk of its own: 10 microseconds."""
