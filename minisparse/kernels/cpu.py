@@ -946,7 +946,7 @@ def spmm(plan, values, x, bias=None, u=None, dots=None):
         ordered, near = gather(ordered, near), near[:0]
     (giants, ptr, firsts), none = _giants(plan), out.reshape(-1)[:0]
     bias = none if bias is None else contiguous(bias)
-    sums = np.zeros((max(len(ptr) - 1, 0), x.shape[1]), x.dtype)
+    sums = np.zeros((len(ptr), x.shape[1]), x.dtype)
     longest, u, dots = (2 * SPLIT, out, none) if u is None else (plan.nnz, u, dots)
     for column, part, most in _parts(plan, x):
         work = (plan.nnz + plan.n_rows) * len(part) * (part.shape[2] + 16) * (1 + (len(dots) > 0))
