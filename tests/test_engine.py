@@ -838,7 +838,7 @@ def test_graph_of_a_long_chain():
 
 @pytest.mark.parametrize("n", [10, 40_000])
 def test_where_with_any_condition(n):
-    """Large arrays are selected by bits; a condition holds where NumPy says so."""
+    """A condition holds where NumPy says so, and what is chosen comes bit for bit."""
     x = np.random.default_rng(0).standard_normal(n)
     for value in (-1, 0, 0.5, np.nan, 2, 256, True):
         condition = np.full(n, value)
@@ -853,3 +853,6 @@ def test_where_with_any_condition(n):
     bits[0] = 0x7FF8000000000123  # a NaN keeps its payload
     odd = ms.where(np.ones(n, bool), ms.tensor(bits.view(np.float64)), 0.0)
     assert odd.data.tobytes() == bits.tobytes()
+    for zero in (0.0, -0.0):
+        chosen = ms.where(mask, ms.tensor(x), zero)
+        assert chosen.data.tobytes() == np.where(mask, x, zero).tobytes()

@@ -300,7 +300,7 @@ def _(g, need, x):
 @primitive
 def _where(x, y, *, condition):
     """Return `x` where the array `condition` holds (is not 0; none is negative), else `y`."""
-    zero = isinstance(x, np.ndarray) and np.ndim(y) == 0 and y == 0
+    zero = isinstance(x, np.ndarray) and np.ndim(y) == 0 and y == 0 and not np.signbit(y)
     if zero and np.result_type(x, y) == x.dtype:
         return _gated(x, condition)
     return np.where(condition, x, y)
