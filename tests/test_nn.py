@@ -108,6 +108,15 @@ def test_linear_layers(lead):
         assert bare(x).shape == (*lead, 6)
 
 
+@pytest.mark.parametrize("batch", [7, 1 << 18])
+def test_bias_gradient_of_many_rows(batch):
+    """A long sum in float32 is as exact as NumPy's, whose partial sums are short."""
+    layer = nn.SparseLinear(2, 4, density=1, rng=0)
+    g = np.full((4, batch), 0.1, np.float32).T  # as layers hold their activations
+    layer(np.zeros((batch, 2), np.float32)).backward(g)
+    np.testing.assert_allclose(layer.bias.grad, g.sum(0, np.float64), rtol=1e-6)
+
+
 def test_chain_stays_feature_major():
     model = nn.Sequential(*(nn.SparseLinear(64, 64, fan_in=4, rng=i) for i in range(2)), nn.ReLU())
     y = model(np.ones((128, 64), np.float32))
