@@ -996,7 +996,7 @@ def gather(x, index, base=None, scatter=False):
     out = empty((len(index),), x.dtype)
     base = x[:0] if base is None else contiguous(base)
     x = x if len(x) else np.zeros(1, x.dtype)
-    key, ahead = x.dtype.char + index.dtype.char, 0 if scatter else _ahead(x[:, None])
+    key, ahead = x.dtype.char + index.dtype.char, 0 if scatter else _ahead(x[None, :, None])
     _GATHER(key, 16 * len(index), out, x, index, base, scatter, ahead)
     return out
 
