@@ -48,7 +48,7 @@ def _intersection(p, q):
     return pattern, IndexMap(at_p[both], p.nnz), IndexMap(at_q[both], q.nnz)
 
 
-def _product(x, y):
+def _common(x, y):
     pattern, map_x, map_y = _intersection(x.pattern, y.pattern)
     values = gather(x.values, index_map=map_x) * gather(y.values, index_map=map_y)
     return SparseTensor(pattern, values)
@@ -72,7 +72,7 @@ def _elementwise(function, merged):
 
 
 _add = _elementwise(ops.add, _sum)
-_multiply = _elementwise(ops.multiply, _product)
+_multiply = _elementwise(ops.multiply, _common)
 
 # ------------------------------------------------------------------------------ matrix product
 
