@@ -469,14 +469,12 @@ def _sddmm(chunk, chunks, out, u, v, ptr, indices, column, ahead):
 
 
 @body
-def _gather(chunk, chunks, out, x, index, base, scatter, ahead):
+def _gather(chunk, chunks, out, x, index, base, scatter):
     """An empty `base` stands for zeros. With `scatter` out[index[e]] = x[e] instead."""
     first, bound = _share(chunk, chunks, len(index))
-    last, based, none = len(index) - 1, len(base) > 0, x.dtype.type(0)
+    based, none = len(base) > 0, x.dtype.type(0)
     out, x, index, base = data(out), data(x), data(index), data(base)
     for e in range(first, bound):
-        if ahead:
-            prefetch(zeros(x, 4), x, np.int64(get(index, min(e + ahead, last))))
         at = get(index, e)
         if scatter:
             put(out, at, get(x, e))
@@ -996,8 +994,8 @@ def gather(x, index, base=None, scatter=False):
     out = empty((len(index),), x.dtype)
     base = x[:0] if base is None else contiguous(base)
     x = x if len(x) else np.zeros(1, x.dtype)
-    key, ahead = x.dtype.char + index.dtype.char, 0 if scatter else _ahead(x[None, :, None])
-    _GATHER(key, 16 * len(index), out, x, index, base, scatter, ahead)
+    key = x.dtype.char + index.dtype.char
+    _GATHER(key, 16 * len(index), out, x, index, base, scatter)
     return out
 
 
