@@ -656,20 +656,20 @@ def pool(monkeypatch):
 
 
 def test_blocks_are_recycled_when_nobody_sees_them(pool):
-    a = kernels.empty((300, 100), np.float32)
+    a = memory.empty((300, 100), np.float32)
     assert address(a) % 64 == 0
     where, size = address(a), a.nbytes
     view = a[10:20].T
     del a
-    b = kernels.empty((300, 100), np.float32)
+    b = memory.empty((300, 100), np.float32)
     assert not where <= address(b) < where + size
     buffer = memoryview(view)
     del view
-    c = kernels.empty((300, 100), np.float32)
+    c = memory.empty((300, 100), np.float32)
     assert not where <= address(c) < where + size
     del buffer
     gc.collect()
-    d = kernels.empty((100, 300), np.float32)
+    d = memory.empty((100, 300), np.float32)
     assert address(d) == where
     d[...] = 1
     b[...] = c[...] = 2
@@ -677,31 +677,31 @@ def test_blocks_are_recycled_when_nobody_sees_them(pool):
 
 
 def test_small_arrays_and_shapes(pool):
-    assert kernels.empty(3, np.float32).shape == (3,)
-    assert kernels.empty((), np.float64).shape == ()
-    assert kernels.empty((0, 10**9), np.float32).shape == (0, 10**9)
-    assert kernels.empty(10**5, "float64").dtype == np.float64
+    assert memory.empty(3, np.float32).shape == (3,)
+    assert memory.empty((), np.float64).shape == ()
+    assert memory.empty((0, 10**9), np.float32).shape == (0, 10**9)
+    assert memory.empty(10**5, "float64").dtype == np.float64
 
 
 def test_idle_memory_is_bounded(pool, monkeypatch):
     monkeypatch.setattr(memory, "MAX_IDLE_BYTES", 1 << 20)
-    arrays = [kernels.empty(100_000 + 5000 * n, np.float32) for n in range(20)]
+    arrays = [memory.empty(100_000 + 5000 * n, np.float32) for n in range(20)]
     last = arrays[-1].nbytes
     while arrays:
         del arrays[0]
     assert pool.idle_bytes <= 1 << 20
     assert pool.idle_bytes == sum(size * len(blocks) for size, blocks in pool.idle.items())
     assert max(size for size, blocks in pool.idle.items() if blocks) >= last  # the oldest went
-    kernels.empty(1 << 20, np.float64)  # more than the limit by itself: not kept
+    memory.empty(1 << 20, np.float64)  # more than the limit by itself: not kept
     assert pool.idle_bytes <= 1 << 20
 
 
 def test_pool_is_never_waited_for(pool):
     """As when the garbage collector drops a block in the middle of the pool's own code."""
-    a = kernels.empty(50_000, np.float64)
+    a = memory.empty(50_000, np.float64)
     turn = pool.turn.pop()
     del a
-    b = kernels.empty(50_000, np.float64)
+    b = memory.empty(50_000, np.float64)
     b[...] = 0
     pool.turn.append(turn)
     assert pool.idle_bytes == 0
@@ -715,7 +715,7 @@ def test_pool_among_threads(pool):
         rng = np.random.default_rng(number)
         kept = []
         for _ in range(300):
-            a = kernels.empty(int(rng.choice([40_000, 50_000])), np.int64)
+            a = memory.empty(int(rng.choice([40_000, 50_000])), np.int64)
             a[...] = number
             kept.append(a[5:])
             if len(kept) > 4:

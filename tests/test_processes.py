@@ -726,13 +726,13 @@ import os, sys
 import numpy as np
 from minisparse import kernels
 from minisparse.kernels import cpu, memory
-kept = kernels.empty(10**5, np.float64)
-loop = [kernels.empty(10**5, np.float64)]
+kept = memory.empty(10**5, np.float64)
+loop = [memory.empty(10**5, np.float64)]
 loop.append(loop)
 memory._pool.turn.pop()
 pid = os.fork()
 if pid == 0:
-    a = kernels.empty(10**5, np.float32)
+    a = memory.empty(10**5, np.float32)
     del a
     os._exit(memory._pool.idle_bytes == 0)
 memory._pool.turn.append(None)

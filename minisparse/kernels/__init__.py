@@ -17,7 +17,6 @@ import threading
 import numpy as np
 
 from . import reference
-from .memory import empty as empty
 
 _backend = contextvars.ContextVar("minisparse_backend", default="cpu")
 _num_threads = os.cpu_count() or 1

@@ -23,9 +23,8 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic, models, register_model
 from numba.np.ufunc import parallel as numba_parallel
 
-from . import Plan, _born, _fork_locks, get_num_threads
+from . import Plan, _born, _fork_locks, get_num_threads, reference
 from .memory import empty
-from .reference import adam_scalars
 
 # ---------------------------------------------------------------------------------------------
 # A small vocabulary of vectors. `Vec(float32, 16)` is a Numba type whose values LLVM keeps in
@@ -896,7 +895,7 @@ def contiguous(x):
         return x  # in C order and aligned
     if x.ndim == 2 and x.size > 4096 and _readable(x):
         return _panels(x, x.shape[1])[0]
-    return np.require(x, x.dtype.newbyteorder("="), ["C", "A", "E"])
+    return reference.contiguous(x)
 
 
 def _readable(x):
@@ -1059,7 +1058,9 @@ def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0):
 def adam(p, g, m, v, n, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False):
     """See reference."""
     step = n.item() + 1
-    scalars = adam_scalars(p.dtype.type, step, lr, beta1, beta2, eps, weight_decay, decoupled)
+    scalars = reference.adam_scalars(
+        p.dtype.type, step, lr, beta1, beta2, eps, weight_decay, decoupled
+    )
     arrays = p.reshape(-1), m.reshape(-1), v.reshape(-1), n.reshape(1), contiguous(g).reshape(-1)
     _ADAM(p.dtype.char, 16 * p.size, *arrays, step, *scalars)
 

@@ -393,4 +393,4 @@ def gate(g, y):
 
 def contiguous(x):
     """Return x in C order, aligned and in native byte order: x itself if it already is."""
-    return np.require(x, x.dtype.newbyteorder("="), ["C", "A"])
+    return np.require(x, x.dtype.newbyteorder("="), ["C", "A", "E"])
