@@ -724,7 +724,6 @@ def test_memory_at_fork_and_exit(in_new_process):
     out = in_new_process("""
 import os, sys
 import numpy as np
-from minisparse import kernels
 from minisparse.kernels import cpu, memory
 kept = memory.empty(10**5, np.float64)
 loop = [memory.empty(10**5, np.float64)]
