@@ -366,6 +366,20 @@ def test_panels(monkeypatch, k, dtype, layout):
     check_same(kernels.sddmm(plan, u, v), reference("sddmm", plan, u, v))
 
 
+def test_rows_across_cache_lines():
+    """An operand whose rows lie across one cache line more than they need is aligned first."""
+    memory = whole_numbers(0, 2048 * 16 + 20)
+    start = -memory.ctypes.data % 64 // memory.itemsize + 4
+    x = memory[start:][: 2048 * 16].reshape(2048, 16)
+    plan = plan_of(np.random.default_rng(0).random((20, 2048)) < 0.5)
+    ((_, part, _),) = cpu._parts(plan, x)
+    assert x.ctypes.data % 64 == 32
+    assert part.ctypes.data % 64 == 0
+    assert np.array_equal(part[0], x)
+    values = whole_numbers(1, plan.nnz)
+    check_same(kernels.spmm(plan, values, x), reference("spmm", plan, values, x))
+
+
 def test_fence(in_new_process):
     """What `pytest --guard=fence` relies on: one element out, on either side, ends the process."""
     in_new_process(

@@ -830,7 +830,7 @@ DIRECT = 1 << 20
 """Up to so many values are permuted in one step."""
 
 BLOCK = 1 << 16
-"""How many values stay together where they are permuted in two steps."""
+"""How many values at least stay together where they are permuted in two steps."""
 
 CACHE = 1 << 20
 """Bytes of the second-level cache of a core."""
@@ -863,8 +863,8 @@ def _giants(plan):
 def _steps(plan):
     """The permutation of the values in two steps, (far, near) with ``far[perm] == near``.
 
-    far[n] is the place of value n: in the block of its entry, among whose BLOCK entries the values
-    keep their order; near[e] is the place where entry e finds its value. So the first step moves
+    far[n] is the place of value n: in the block of its entry, among whose entries the values keep
+    their order; near[e] is the place where entry e finds its value. So the first step moves
     along in streams, the second stays in a block: both are kind to caches. `far` is empty where
     one step is enough; so is `near` where nothing is permuted.
     """
@@ -872,7 +872,7 @@ def _steps(plan):
         far, near = plan.indices[:0], plan.indices[:0] if plan.perm is None else plan.perm
         if len(near) > DIRECT:
             far, block = np.empty_like(near), np.empty_like(near)
-            block[near] = np.arange(plan.nnz) // BLOCK
+            block[near] = np.arange(plan.nnz) // max(BLOCK, plan.nnz >> 8)  # 256 streams at most
             far[np.argsort(block, kind="stable")] = np.arange(plan.nnz)
             near = far[near]
         plan.derived["steps"] = far, near
@@ -921,10 +921,10 @@ def _parts(plan, x):
     whole = k // m * m
     pays = x.nbytes > CACHE // 2 and n * 256 <= CACHE * 3 // 4 and plan.nnz >= 16 * n
     if not pays or whole <= m:
-        x = contiguous(x)
-        # Where a row is as long as a cache line and lies across two, aligning x pays.
-        across = k * x.itemsize == 64 and x.nbytes > CACHE // 2 and x.ctypes.data % 64
-        yield 0, _panels(x, k) if across and plan.nnz >= 4 * n else x[None], MAX_CHUNKS
+        x, size = contiguous(x), k * x.itemsize
+        # Where rows are whole cache lines and lie across one more, aligning x pays.
+        pays = 0 < size == size // 64 * 64 and plan.nnz * 16 > x.nbytes >= 1 << 17
+        yield 0, _panels(x, k) if pays and x.ctypes.data % 64 else x[None], MAX_CHUNKS
         return
     x = x if _readable(x) else contiguous(x)
     yield 0, _panels(x[:, :whole], m), get_num_threads()
