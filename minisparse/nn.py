@@ -10,7 +10,7 @@ from . import ops
 from .engine import Tensor, as_dtype, as_floats, primitive, raw, tensor
 from .ops.shapes import indices_of, lookup
 from .pattern import Pattern, PatternMismatchError
-from .sparse import SparseParameter, SparseTensor, affine, matmul
+from .sparse import SparseParameter, SparseTensor, affine, matmul, relu_affine
 
 # ---------------------------------------------------------------------------------------- modules
 
@@ -245,8 +245,6 @@ class _Affine(Module):
         if np.shape(x)[-1:] != self.weight.shape[1:]:
             shape, n = np.shape(x), self.weight.shape[1]
             raise ValueError(f"{type(self).__name__}: x of shape {shape} needs {n} features last")
-        if isinstance(self.weight, SparseParameter) and self.bias is not None and np.ndim(x) < 3:
-            return affine(self.weight.values, x, self.bias, pattern=self.weight.pattern)
         y = matmul(x, self.weight.T)
         return y if self.bias is None else y + self.bias
 
@@ -339,6 +337,13 @@ class SparseLinear(_Affine):
             raise ValueError(f"SparseLinear: a pattern of {weight.shape} for {shape}")
         self._start(weight, weight.pattern.fan_in, bias, rng)
 
+    def forward(self, x, *, relu=False):
+        """Compute the output for `x`, or for its ReLU, which then costs next to nothing."""
+        w = self.weight
+        if self.bias is None or np.ndim(x) > 2 or np.shape(x)[-1:] != w.shape[1:]:
+            return super().forward(ops.relu(x) if relu else x)
+        return (relu_affine if relu else affine)(w.values, x, self.bias, pattern=w.pattern)
+
     @classmethod
     def from_linear(cls, linear, *, keep):
         """Keep the weights of largest magnitude of a :class:`Linear`: a count or a fraction."""
@@ -378,9 +383,17 @@ class Sequential(Module):
         return len(self.modules)
 
     def forward(self, x):
-        for module in self.modules:
-            x = module(x)
+        relu = False
+        for module, after in zip(self.modules, [*self.modules[1:], None], strict=True):
+            if _is_plain(module, ReLU) and _is_plain(after, SparseLinear):
+                relu = True  # the layer takes it in
+            else:
+                x, relu = module(x, relu=True) if relu else module(x), False
         return x
+
+
+def _is_plain(module, kind):
+    return type(module) is kind and "forward" not in vars(module)
 
 
 class ReLU(Module):

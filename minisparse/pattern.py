@@ -195,14 +195,8 @@ class Pattern:
     @classmethod
     def block_diagonal(cls, patterns):
         """Return the pattern with `patterns` along the diagonal, nothing elsewhere."""
-        indptr, indices = [np.zeros(1, np.int64)], [np.zeros(0, np.int64)]
-        n_rows, n_cols, nnz = np.zeros(3, np.int64)
-        for p in patterns:
-            indptr.append(p.indptr[1:] + nnz)
-            indices.append(p.indices + n_cols)
-            n_rows, n_cols, nnz = n_rows + p.shape[0], n_cols + p.shape[1], nnz + p.nnz
-        shape = _as_shape((n_rows, n_cols))
-        return cls._trusted(shape, np.concatenate(indptr), np.concatenate(indices))
+        blocks = [sp.csr_array((0, 0)), *(p.to_scipy() for p in patterns)]
+        return cls.from_scipy(sp.block_diag(blocks, format="csr"))
 
     @classmethod
     def local(cls, height, width, kernel):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -64,25 +65,28 @@ def spmm(values, x, *, pattern, transpose=False):
     return _spmm(values, x, None, pattern, transpose)
 
 
-@spmm.vjp(values=1, x=0)
-def _spmm_rule(g, need, values, x, pattern, transpose):
+def _spmm_rule(relu, g, need, values, x, pattern, transpose):
     if all(need) and not isinstance(g, Tensor):  # one walk for both
         plans = pattern.plan, pattern.plan_T
-        return kernels.spmm_vjp(*(plans[::-1] if transpose else plans), values, x, g)
-    u, v = (x, g) if transpose else (g, x)
+        return kernels.spmm_vjp(*(plans[::-1] if transpose else plans), values, x, g, relu)
+    y = ops.relu(x) if relu else x
+    u, v = (y, g) if transpose else (g, y)
     dvalues = _sddmm(u, v, pattern=pattern) if need[0] else None
     dx = spmm(values, g, pattern=pattern, transpose=not transpose) if need[1] else None
-    return dvalues, dx
+    return dvalues, ops.where(raw(x) <= 0, 0.0, dx) if relu and need[1] else dx
 
 
-def _spmm(values, x, bias, pattern, transpose):
+spmm.vjp(partial(_spmm_rule, False), values=1, x=0)
+
+
+def _spmm(values, x, bias, pattern, transpose, relu=False):
     shape = pattern.shape[::-1] if transpose else pattern.shape
     if x.ndim not in (1, 2) or x.shape[0] != shape[1]:
         raise ValueError(f"spmm: x of shape {x.shape}, the pattern {shape} needs {shape[1]} rows")
     _check_shape("spmm: values", values, pattern.nnz)
     if values.dtype != x.dtype:
         raise TypeError(f"spmm: values of dtype {values.dtype}, x of dtype {x.dtype}")
-    return kernels.spmm(pattern.plan_T if transpose else pattern.plan, values, x, bias)
+    return kernels.spmm(pattern.plan_T if transpose else pattern.plan, values, x, bias, relu)
 
 
 @primitive
@@ -92,13 +96,24 @@ def affine(values, x, bias, *, pattern):
     return _spmm(values, x.T, bias, pattern, False).T
 
 
-@affine.vjp(values=1, x=0)
-def _(g, need, values, x, pattern):
-    dvalues, dx = _spmm_rule(g.T, need[:2], values, x.T if need[0] else x, pattern, False)
+@primitive
+def relu_affine(values, x, bias, *, pattern):
+    """Return ``affine(values, relu(x), bias)``, without a pass over `x` for the ReLU."""
+    _check_shape("affine: bias", bias, pattern.shape[0])
+    return _spmm(values, x.T, bias, pattern, False, relu=True).T
+
+
+def _affine_rule(relu, g, need, values, x, pattern):
+    x = x if x is None else x.T
+    dvalues, dx = _spmm_rule(relu, g.T, need[:2], values, x, pattern, False)
     if need[2] and g.ndim == 2:
         # A short sum is up to four times as fast by einsum; a long one is less exact.
         g = ops.sum(g, axis=0) if isinstance(g, Tensor) or len(g) > 1024 else np.einsum("ij->j", g)
     return dvalues, dx.T if need[1] else None, g
+
+
+affine.vjp(partial(_affine_rule, False), values=1, x=0)
+relu_affine.vjp(partial(_affine_rule, True), values=1)
 
 
 @primitive

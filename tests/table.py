@@ -679,6 +679,23 @@ TABLE: list[Row] = [
     ),
     *(
         Row(
+            f"relu_affine{batch}",
+            lambda v, x, b: mss.relu_affine(v, x, b, pattern=P),
+            lambda v, x, b: np.maximum(x, 0) @ dense(v, P).T + b,
+            (normal(P.nnz), normal(*batch, P.shape[1]), normal(P.shape[0])),
+            (mss.relu_affine,),
+            (
+                (
+                    ValueError,
+                    lambda: mss.relu_affine(P_TENSOR.values, np.ones(7), np.ones(4), pattern=P),
+                ),
+            ),
+            order=3,
+        )
+        for batch in ((3,), (), (0,), (16,))
+    ),
+    *(
+        Row(
             f"sddmm{pattern}{shape}",
             lambda u, v, p=pattern: ms.sddmm(u, v, p),
             lambda u, v, p=pattern: (np.outer(u, v) if u.ndim == 1 else u @ v.T)[p.to_mask()],

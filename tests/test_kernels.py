@@ -93,7 +93,7 @@ def test_spmm(plan, k, dtype, seed):
     for p in (plan, transposed(plan)):
         x = whole_numbers(seed + 1, p.n_cols, *columns, dtype=dtype)
         bias = whole_numbers(seed + 2, p.n_rows, dtype=dtype)
-        for args in ((p, values, x), (p, values, x, bias)):
+        for args in ((p, values, x), (p, values, x, bias), (p, values, x, bias, True)):
             out = kernels.spmm(*args)
             check_same(out, reference("spmm", *args))
             assert out.flags.c_contiguous
@@ -232,12 +232,30 @@ def test_spmm_vjp(plan, k, dtype, seed):
     x = whole_numbers(seed + 1, plan.n_cols, *columns, dtype=dtype)
     g = whole_numbers(seed + 2, plan.n_rows, *columns, dtype=dtype)
     check_both(plan, values, x, g)
-    for a, b in zip(
-        kernels.spmm_vjp(plan, transposed(plan), values, x, g),
-        reference("spmm_vjp", plan, transposed(plan), values, x, g),
-        strict=True,
-    ):
-        check_same(a, b)
+    for relu in (False, True):
+        args = plan, transposed(plan), values, x, g, relu
+        for a, b in zip(kernels.spmm_vjp(*args), reference("spmm_vjp", *args), strict=True):
+            check_same(a, b)
+
+
+@pytest.mark.parametrize("k", [None, 5, 16, 32, 64, 200])
+def test_relu_inside(monkeypatch, k):
+    """As outside: NaN comes through, and its gradient too; also in panels and giant rows."""
+    monkeypatch.setattr(cpu, "CACHE", 1 << 14)
+    monkeypatch.setattr(cpu, "SPLIT", 30)
+    mask = np.random.default_rng(0).random((90, 70)) < 0.4
+    mask[5] = True
+    plan, columns = plan_of(mask), () if k is None else (k,)
+    values, bias = normal(0, plan.nnz), normal(1, 90)
+    x, g = normal(2, 70, *columns), normal(3, 90, *columns)
+    x[:9:2], x[0], x[2], x[4] = -0.0, np.nan, np.inf, -np.inf
+    y = kernels.gate(x, x)
+    check_same(kernels.spmm(plan, values, x, bias, True), kernels.spmm(plan, values, y, bias))
+    both = plan, transposed(plan), values
+    dvalues, dx = kernels.spmm_vjp(*both, y, g)
+    got = kernels.spmm_vjp(*both, x, g, True)
+    check_same(got[0], dvalues)
+    check_same(got[1], kernels.gate(dx, x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

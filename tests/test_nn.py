@@ -1,6 +1,7 @@
 """Modules, layers, losses and mini-batches."""
 
 import copy
+import functools
 import pickle
 
 import numpy as np
@@ -121,6 +122,36 @@ def test_chain_stays_feature_major():
     model = nn.Sequential(*(nn.SparseLinear(64, 64, fan_in=4, rng=i) for i in range(2)), nn.ReLU())
     y = model(np.ones((128, 64), np.float32))
     assert y.data.T.flags.c_contiguous
+
+
+def test_sequential_gives_relu_to_the_layer():
+    """Bit for bit what the modules give one after the other; a ReLU of the user's own is asked."""
+    rng = np.random.default_rng(0)
+    model = nn.Sequential(
+        nn.SparseLinear(9, 20, fan_in=4, rng=0),
+        nn.ReLU(),
+        nn.SparseLinear(20, 30, fan_in=5, rng=1),
+        nn.ReLU(),
+        nn.SparseLinear(30, 4, fan_in=6, bias=False, rng=2),
+        nn.ReLU(),
+    )
+    for shape in ((16, 9), (9,), (2, 3, 9)):
+        x, results = ms.tensor(rng.standard_normal(shape), dtype="float32", requires_grad=True), []
+        for apply in (model, lambda x: functools.reduce(lambda x, f: f(x), model.modules, x)):
+            y = apply(x)
+            y.backward(np.ones(y.shape))
+            results.append([y.data, x.grad, *(p.grad for p in model.parameters())])
+            model.zero_grad()
+            x.grad = None
+        for a, b in zip(*results, strict=True):
+            assert a.tobytes() == b.tobytes()
+    seen = []
+    model[1].forward = lambda x: seen.append(x) or ms.relu(x)
+    model[4].forward = lambda x: x
+    assert model(rng.standard_normal((2, 9), dtype=np.float32)).shape == (2, 30)
+    assert len(seen) == 1
+    with pytest.raises(ValueError, match="20 features"):
+        nn.Sequential(nn.ReLU(), model[2])(np.ones((2, 3)))
 
 
 def test_initialisation_goes_by_each_rows_fan_in():

@@ -162,6 +162,16 @@ def fma(typingctx, x, y, z):
 
 
 @intrinsic
+def gated(typingctx, x, by):
+    """0.0 where by <= 0, else x, for numbers or vectors; gated(x, x) is ReLU."""
+
+    def emit(b, t, x, by):
+        return b.select(b.fcmp_ordered("<=", by, t(None)), t(None), x)
+
+    return _of(x(x, x), emit)
+
+
+@intrinsic
 def first_lanes(typingctx, vector, n):
     """The vector with all but the first n lanes set to zero."""
 
@@ -285,13 +295,19 @@ def _place(perm, permuted, e):
 
 
 @inlined
+def _relu(x, relu):
+    """ReLU of a number or vector, unless `relu` is None: code for either, as that is a type."""
+    return x if relu is None else gated(x, x)
+
+
+@inlined
 def _tile(like, rest, zero, out, to, values, perm, permuted, x, k, c, *row):
-    """Columns c to c + rest of one row of A x + `zero`, stored at offset `to`.
+    """Columns c to c + rest of one row of A x + `zero`, stored at offset `to`; x through `relu`.
 
     They are held as two vectors that may overlap, so that no masks are needed. The sums stay in
     registers over all entries of the row.
     """
-    start, end, indices, last, ahead = row
+    start, end, indices, last, relu, ahead = row
     shift = rest - width(like)
     low = high = splat(like, zero)
     for e in range(start, end):
@@ -301,8 +317,8 @@ def _tile(like, rest, zero, out, to, values, perm, permuted, x, k, c, *row):
             prefetch(like, x, at + shift)
         value = splat(like, get(values, _place(perm, permuted, e)))
         at = np.int64(get(indices, e)) * k + c
-        low = fma(value, load(like, x, at), low)
-        high = fma(value, load(like, x, at + shift), high)
+        low = fma(value, _relu(load(like, x, at), relu), low)
+        high = fma(value, _relu(load(like, x, at + shift), relu), high)
     put(out, to, low)
     put(out, to + shift, high)
 
@@ -311,11 +327,11 @@ def _tile(like, rest, zero, out, to, values, perm, permuted, x, k, c, *row):
 def _pair(like, one, dots, u, more, out, to, values, perm, permuted, x, k, c, *row):
     """A tile as above, and dots[e] = (dots[e] if more) + u[to] . x[j] in its columns.
 
-    Each row of x is loaded once for both. Four entries share the sums across lanes; in the last
-    round some may be the same.
+    Here u goes through `relu`, and the tile through the gradient of that. Each row of x is loaded
+    once for both. Four entries share the sums across lanes; in the last round some may be the same.
     """
-    start, end, indices, last, ahead = row
-    mine, total = load(like, u, to), like
+    start, end, indices, last, relu, ahead = row
+    mine, total = _relu(load(like, u, to), relu), like
     sa = sb = sc = sd = one
     for e in range(start, end, 4):
         for n in range(4):
@@ -331,20 +347,22 @@ def _pair(like, one, dots, u, more, out, to, values, perm, permuted, x, k, c, *r
             if e + n < end:
                 at = _place(perm, permuted, e + n)
                 put(dots, at, get(dots, at) + lane(sums, n) if more else lane(sums, n))
-    put(out, to, total)
+    put(out, to, total if relu is None else gated(total, mine))
 
 
 @numba.njit(forceinline=True, fastmath={"reassoc", "contract"}, **FLAGS)
-def _dot(zero, values, perm, permuted, x, start, end, indices):
+def _dot(zero, values, perm, permuted, x, start, end, indices, relu):
     """One row times a vector, in several sums as LLVM sees fit."""
     total = zero
     for e in range(start, end):
-        total += get(values, _place(perm, permuted, e)) * get(x, get(indices, e))
+        total += get(values, _place(perm, permuted, e)) * _relu(get(x, get(indices, e)), relu)
     return total
 
 
 @body
-def _spmm(chunk, chunks, out, dots, u, values, perm, x, bias, ptr, indices, column, longest, ahead):
+def _spmm(
+    chunk, chunks, out, dots, u, values, perm, x, bias, ptr, indices, column, longest, relu, ahead
+):
     """out[:, column:] = A x + bias, without the rows of more than `longest` entries.
 
     x is one panel of k columns after the other: an array of shape (panels, n_cols, k). A chunk
@@ -352,7 +370,8 @@ def _spmm(chunk, chunks, out, dots, u, values, perm, x, bias, ptr, indices, colu
 
     An empty `perm` stands for the values as they come, an empty `bias` for zeros. Where `dots` is
     not empty, it gets u[i] . x[j] for each entry, in the order of the values; the rows of x then
-    take 64 or 128 bytes, or a multiple of 256.
+    take 64 or 128 bytes, or a multiple of 256. Unless `relu` is None, x, or u where `dots` is not
+    empty, stands for its ReLU.
     """
     (panels, n_cols, k), width, size = x.shape, out.shape[1], x.itemsize
     full = 256 // size
@@ -371,14 +390,14 @@ def _spmm(chunk, chunks, out, dots, u, values, perm, x, bias, ptr, indices, colu
             if biased:
                 zero = get(bias, i)
             if k == 1:
-                put(out, to, _dot(zero, values, perm, permuted, x, start, end, indices))
+                put(out, to, _dot(zero, values, perm, permuted, x, start, end, indices, relu))
                 continue
             for c in range(0, k, full):
                 # Two vectors of the smallest power of two that is at least half of what is left.
                 rest = min(k - c, full)
                 where = out, to + c, values, perm, permuted, x, k, at + c
-                row = (rest, zero, *where, start, end, indices, last, ahead)
-                pair = one, dots, u, column + panel + c > 0, *where, *row[-5:]
+                row = (rest, zero, *where, start, end, indices, last, relu, ahead)
+                pair = one, dots, u, column + panel + c > 0, *where, *row[-6:]
                 if both and rest * size > 128:
                     _pair(zeros(x, 256), *pair)
                 elif both and rest * size > 64:
@@ -433,10 +452,7 @@ def _entries(like, out, u, at, v, base, k, first, bound, indices, last, more, ah
             sc = fma(w, load(like, v, c + q), sc)
             sd = fma(w, load(like, v, d + q), sd)
         sums = totals(sa, sb, sc, sd)
-        if bound - e >= 4:
-            put(out, e, fma(splat(sums, 1), load(sums, out, e), sums) if more else sums)
-            continue
-        for n in range(3):  # unrolled, so that the lanes are known
+        for n in range(4):  # unrolled, so that the lanes are known
             if e + n < bound:
                 put(out, e + n, get(out, e + n) + lane(sums, n) if more else lane(sums, n))
 
@@ -682,14 +698,12 @@ def _tasks(tasks, chunks, address, args):
 # ---------------------------------------------------------------------------------------------
 # Compiling at first use, and the choice between serial and parallel
 
+# Up to this much work is done by one thread. The unit is a multiply-add in a vector, about 36
+# picoseconds. Waking OpenMP's threads, where they do not spin, took from 15 to 200 microseconds,
+# the most where they had slept through other parts of a training step.
 PARALLEL_WORK = 1 << 24
-"""Up to this much work is done by one thread. The unit is a multiply-add in a vector, about 36
-picoseconds. Waking OpenMP's threads, where they do not spin, took from 15 to 200 microseconds, the
-most where they had slept through other parts of a training step."""
 
-CHUNK_WORK = 1 << 18
-"""The least work worth a chunk of its own: 10 microseconds."""
-
+CHUNK_WORK = 1 << 18  # the least work worth a chunk of its own: 10 microseconds
 MAX_CHUNKS = 1024
 
 _turn = [None]  # empty while a thread is inside; no lock, for the reason given in memory.py
@@ -820,20 +834,11 @@ _ADAM, _GATE = _Kernel(_adam, written=4), _Kernel(_gate)
 # ---------------------------------------------------------------------------------------------
 # The doors
 
-SPLIT = 1 << 14
-"""A row of more than twice as many entries is summed in pieces of so many."""
-
-AHEAD = 64
-"""How many lines ahead a gathered operand is asked for."""
-
-DIRECT = 1 << 20
-"""Up to so many values are permuted in one step."""
-
-BLOCK = 1 << 16
-"""How many values at least stay together where they are permuted in two steps."""
-
-CACHE = 1 << 20
-"""Bytes of the second-level cache of a core."""
+SPLIT = 1 << 14  # a row of more than twice as many entries is summed in pieces of so many
+AHEAD = 64  # how many lines ahead a gathered operand is asked for
+DIRECT = 1 << 20  # up to so many values are permuted in one step
+BLOCK = 1 << 16  # how many values at least stay together where they are permuted in two steps
+CACHE = 1 << 20  # bytes of the second-level cache of a core
 
 with contextlib.suppress(OSError, ValueError):
     _size = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text()
@@ -871,7 +876,7 @@ def _steps(plan):
     if "steps" not in plan.derived:
         far, near = plan.indices[:0], plan.indices[:0] if plan.perm is None else plan.perm
         if len(near) > DIRECT:
-            far, block = np.empty_like(near), np.empty_like(near)
+            far, block = np.empty_like(near), np.empty(plan.nnz, np.uint16)  # sorted by radix
             block[near] = np.arange(plan.nnz) // max(BLOCK, plan.nnz >> 8)  # 256 streams at most
             far[np.argsort(block, kind="stable")] = np.arange(plan.nnz)
             near = far[near]
@@ -884,7 +889,8 @@ def _in_order(plan, dots, near_done=False):
     far, near = _steps(plan)
     if len(near) and not near_done:
         if "home" not in plan.derived:  # to gather is faster than to scatter
-            plan.derived["home"] = np.argsort(near).astype(near.dtype)
+            home = plan.derived["home"] = np.empty_like(near)
+            home[near] = np.arange(len(near))
         dots = gather(dots, plan.derived["home"])
     return gather(dots, far) if len(far) else dots
 
@@ -932,11 +938,11 @@ def _parts(plan, x):
         yield whole, contiguous(x[:, whole:])[None], MAX_CHUNKS
 
 
-def spmm(plan, values, x, bias=None, u=None, dots=None):
+def spmm(plan, values, x, bias=None, relu=False, u=None, dots=None):
     """See reference. `dots` gets the products of the rows of u and x, as in `_spmm`."""
     if x.ndim == 1:
-        return spmm(plan, values, x[:, None], bias).reshape(-1)
-    key = x.dtype.char + plan.indices.dtype.char
+        return spmm(plan, values, x[:, None], bias, relu).reshape(-1)
+    key, relu = x.dtype.char + plan.indices.dtype.char + "r" * relu, relu or None
     out, (far, near) = empty((plan.n_rows, x.shape[1]), x.dtype), _steps(plan)
     ordered = gather(values, far, scatter=True) if len(far) else contiguous(values)
     if len(near) and x[:1].nbytes > 256:  # several passes over a row: permute once
@@ -949,10 +955,10 @@ def spmm(plan, values, x, bias=None, u=None, dots=None):
         work = (plan.nnz + plan.n_rows) * len(part) * (part.shape[2] + 16) * (1 + (len(dots) > 0))
         given, ahead = (ordered, near, part), _ahead(part)
         arrays = out, dots, u, *given, bias, plan.indptr, plan.indices
-        _SPMM(key, work, *arrays, column, longest, ahead, most=most)
+        _SPMM(key, work, *arrays, column, longest, relu, ahead, most=most)
         if len(giants):
             arrays = sums, none, sums, *given, none, ptr, plan.indices
-            _SPMM(key, work, *arrays, column, SPLIT, ahead, most=most)
+            _SPMM(key, work, *arrays, column, SPLIT, relu, ahead, most=most)
     if len(giants):
         with np.errstate(all="ignore"):  # every other sum is of what lies between giant rows
             sums = np.add.reduceat(sums, firsts)[::2]
@@ -960,16 +966,17 @@ def spmm(plan, values, x, bias=None, u=None, dots=None):
     return out
 
 
-def spmm_vjp(plan, back, values, x, g):
+def spmm_vjp(plan, back, values, x, g, relu=False):
     """See reference."""
     size = g[:1].nbytes
     # One walk pays where a row is whole vectors; but it does not split the row that dominates.
     suits = size in (64, 128) or 0 < size == size // 256 * 256
     giants, start = _giants(back)[0], back.indptr
     if not suits or np.any(start[giants + 1] - start[giants] > back.nnz // 8):
-        return sddmm(plan, g, x), spmm(back, values, g)
+        dx = spmm(back, values, g)
+        return sddmm(plan, g, gate(x, x) if relu else x), gate(dx, x) if relu else dx
     dots = empty((back.nnz,), g.dtype)
-    out = spmm(back, values, g, None, contiguous(x), dots)
+    out = spmm(back, values, g, None, relu, contiguous(x), dots)
     return _in_order(back, dots, near_done=size <= 256), out
 
 
@@ -994,7 +1001,7 @@ def gather(x, index, base=None, scatter=False):
     base = x[:0] if base is None else contiguous(base)
     x = x if len(x) else np.zeros(1, x.dtype)
     key = x.dtype.char + index.dtype.char
-    _GATHER(key, 16 * len(index), out, x, index, base, scatter)
+    _GATHER(key, 40 * len(index), out, x, index, base, scatter)
     return out
 
 
@@ -1081,7 +1088,7 @@ def warmup(dtypes):
     for dtype in dtypes:
         x = np.ones((1, 1), dtype)
         row = x[0]
-        spmm(plan, row, x)
+        spmm(plan, row, x), spmm(plan, row, x, None, True)
         sddmm(plan, x, x)
         gather(row, plan.indices)
         segment_sum(row, plan.indptr, plan.indices)

@@ -11,17 +11,14 @@ from collections import OrderedDict
 
 import numpy as np
 
-ALIGN = 64
-"""Bytes: a cache line, and the widest vector register."""
+ALIGN = 64  # bytes: a cache line, and the widest vector register
 
-SMALL = 1 << 15
-"""Arrays below this many bytes come from NumPy, which is quicker for them."""
+SMALL = 1 << 15  # arrays below this many bytes come from NumPy, which is quicker for them
 
+# Idle blocks beyond this many bytes are given back to the system, the oldest first.
 MAX_IDLE_BYTES = 1 << 31
-"""Idle blocks beyond this many bytes are given back to the system, the oldest first."""
 
-MAX_IDLE_SIZES = 1 << 10
-"""Blocks of so many different sizes are kept at most."""
+MAX_IDLE_SIZES = 1 << 10  # blocks of so many different sizes are kept at most
 
 
 class _Pool:

@@ -17,7 +17,7 @@ import numpy as np
 
 
 @np.errstate(all="ignore")  # as compiled code: infinity and NaN pass without a word
-def spmm(plan, values, x, bias=None):
+def spmm(plan, values, x, bias=None, relu=False):
     """Sparse matrix times dense: out[i, :] = bias[i] + sum over entries (i, j) of A[i, j] x[j, :].
 
     Parameters
@@ -28,6 +28,8 @@ def spmm(plan, values, x, bias=None):
     x : ndarray of shape (n_cols, k) or (n_cols,)
     bias : ndarray of shape (n_rows,), optional
         What the sums start from, 0.0 without.
+    relu : bool
+        Take ``gate(x, x)`` instead of x.
 
     Returns
     -------
@@ -38,6 +40,7 @@ def spmm(plan, values, x, bias=None):
     -----
     O(nnz·k + n_rows·k).
     """
+    x = gate(x, x) if relu else x
     out = np.zeros((plan.n_rows, *x.shape[1:]), x.dtype)
     for i in range(plan.n_rows):
         out[i] = 0 if bias is None else bias[i]
@@ -47,8 +50,8 @@ def spmm(plan, values, x, bias=None):
     return out
 
 
-def spmm_vjp(plan, back, values, x, g):
-    """Both gradients of ``y = A x``: sddmm for the values, Aᵀ g for x.
+def spmm_vjp(plan, back, values, x, g, relu=False):
+    """Both gradients of ``y = A x``: sddmm for the values, Aᵀ g for x; through ReLU if `relu`.
 
     Parameters
     ----------
@@ -68,7 +71,8 @@ def spmm_vjp(plan, back, values, x, g):
     -----
     O(nnz·k + (n_rows + n_cols)·k).
     """
-    return sddmm(plan, g, x), spmm(back, values, g)
+    dx = spmm(back, values, g)
+    return sddmm(plan, g, gate(x, x) if relu else x), gate(dx, x) if relu else dx
 
 
 @np.errstate(all="ignore")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import operator
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
@@ -147,16 +145,9 @@ def stack(arrays, axis=0):
 def split(x, indices_or_sections, axis=0):
     """Cut `x` into a list of pieces along an axis, as :func:`numpy.split`."""
     axis = normalize_axis_index(axis, raw(x).ndim)
-    n = raw(x).shape[axis]
-    if np.ndim(indices_or_sections):
-        cuts = [0, *map(operator.index, indices_or_sections), n]
-    else:
-        sections = operator.index(indices_or_sections)
-        if sections <= 0 or n % sections:
-            raise ValueError(f"split: a length of {n} does not divide into {sections} equal pieces")
-        cuts = list(range(0, n + 1, n // sections)) if n else [0] * (sections + 1)
-    lead = (slice(None),) * axis
-    return [_getitem(x, key=(*lead, slice(a, b))) for a, b in itertools.pairwise(cuts)]
+    pieces = np.split(np.arange(raw(x).shape[axis]), indices_or_sections)
+    cuts = [slice(p[0], p[-1] + 1) if len(p) else slice(0) for p in pieces]
+    return [_getitem(x, key=(slice(None),) * axis + (cut,)) for cut in cuts]
 
 
 # ------------------------------------------------------------------------------------- indexing
@@ -306,12 +297,8 @@ def take_along_axis(x, indices, axis=-1):
         x, axis, n = ravel(x), 0, 1
     if indices.ndim != n:
         raise ValueError(f"take_along_axis: indices have {indices.ndim} axes, x has {n}")
-    key = list(np.ogrid[tuple(slice(m) for m in indices.shape)])
-    axis = normalize_axis_index(axis, n)
-    for i, m in enumerate(raw(x).shape):
-        if i != axis and indices.shape[i] == 1 != m:  # broadcasts, as in NumPy
-            key[i] = np.arange(m).reshape([-1 if j == i else 1 for j in range(n)])
-    key[axis] = indices
+    key = list(np.indices(raw(x).shape, sparse=True))
+    key[normalize_axis_index(axis, n)] = indices
     return _getitem(x, key=tuple(key))
 
 
