@@ -384,7 +384,7 @@ class Sequential(Module):
 
     def forward(self, x):
         relu = False
-        for module, after in zip(self.modules, [*self.modules[1:], None], strict=True):
+        for module, after in zip(self.modules, [*self.modules[1:], None], strict=False):
             if _is_plain(module, ReLU) and _is_plain(after, SparseLinear):
                 relu = True  # the layer takes it in
             else:
