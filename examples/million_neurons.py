@@ -44,13 +44,13 @@ def network(neurons):
     for seed in range(3):
         layers += [nn.SparseLinear(n_in, neurons, fan_in=FAN, rng=seed), nn.ReLU()]
         n_in = neurons
-    hidden = nn.Sequential(*layers)
+    hidden = [p for layer in layers for p in layer.parameters()]
     pattern = ms.Pattern.random((neurons, SIDE**2), fan_in=FAN, rng=3).T
     last = nn.SparseLinear(neurons, SIDE**2, pattern=pattern, rng=4)
     # Adam moves each weight by about lr, so a sum of n inputs by n · lr: less for the last layer.
     slow = {"params": last.parameters(), "lr": 1e-3 * FAN * SIDE**2 / pattern.nnz}
-    optimizer = ms.optim.Adam([{"params": hidden.parameters()}, slow], lr=1e-3)
-    return nn.Sequential(hidden, last), optimizer
+    optimizer = ms.optim.Adam([{"params": hidden}, slow], lr=1e-3)
+    return nn.Sequential(*layers, last), optimizer
 
 
 def train(model, optimizer, tiles, steps, batch):

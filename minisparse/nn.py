@@ -357,6 +357,9 @@ class SparseLinear(_Affine):
 class Sequential(Module):
     """Apply modules (or plain functions) one after the other.
 
+    A :class:`ReLU` before a :class:`SparseLinear` becomes part of its product: the same numbers in
+    less time and memory.
+
     Examples
     --------
     >>> import minisparse as ms

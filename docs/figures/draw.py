@@ -168,7 +168,7 @@ def crossover(folder):
 def graph(folder):
     """The computation graph of a loss, from the text that ``ms.viz.graph`` gives."""
     model = ms.nn.Sequential(
-        ms.nn.SparseLinear(6, 4, fan_in=2, rng=0), ms.nn.ReLU(), ms.nn.SparseLinear(4, 2, fan_in=2)
+        ms.nn.SparseLinear(6, 4, fan_in=2, rng=0), ms.nn.Tanh(), ms.nn.SparseLinear(4, 2, fan_in=2)
     )
     loss = ms.nn.mse_loss(model(np.ones((3, 6), np.float32)), np.zeros((3, 2)))
     text = ms.viz.graph(loss).dot
@@ -181,7 +181,7 @@ def graph(folder):
     leaves = [n for n, (_, shape) in nodes.items() if shape == "ellipse"]
     place = {n: (0, level[n]) for n in nodes}  # operations in a column, leaves beside it
     place |= {above: (1, level[below]) for above, below in edges if above in leaves}
-    who = "bias of layer 2", "weight of layer 2", "bias of layer 1", "weight of layer 1"
+    who = "weight of layer 2", "bias of layer 2", "weight of layer 1", "bias of layer 1"
     names = dict(zip(leaves, who, strict=True))  # those nearest to the loss come first
     figure, ax = plt.subplots(figsize=(5.5, 8.2), layout="constrained")
     for above, below in edges:
@@ -200,7 +200,7 @@ def graph(folder):
     operations = [nodes[n][0].split("\\n")[0] for n in nodes if nodes[n][1] == "box"][::-1]
     alt = f"A graph from four leaves down to the loss, through {', '.join(operations)}."
     caption = (
-        "What one forward pass records: `ms.viz.graph(loss)` of two sparse layers with a ReLU "
+        "What one forward pass records: `ms.viz.graph(loss)` of two sparse layers with a tanh "
         "between them, drawn. Boxes are nodes of the tape, round ones the leaves where gradients "
         "end. The input is a plain array, so no edge leads to it."
     )

@@ -297,7 +297,7 @@ def take_along_axis(x, indices, axis=-1):
         x, axis, n = ravel(x), 0, 1
     if indices.ndim != n:
         raise ValueError(f"take_along_axis: indices have {indices.ndim} axes, x has {n}")
-    key = list(np.indices(raw(x).shape, sparse=True))
+    key: list = list(np.indices(raw(x).shape, sparse=True))
     key[normalize_axis_index(axis, n)] = indices
     return _getitem(x, key=tuple(key))
 
