@@ -358,7 +358,7 @@ class Sequential(Module):
     """Apply modules (or plain functions) one after the other.
 
     A :class:`ReLU` before a :class:`SparseLinear` becomes part of its product: the same numbers in
-    less time and memory.
+    less time.
 
     Examples
     --------

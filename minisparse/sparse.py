@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -65,18 +64,15 @@ def spmm(values, x, *, pattern, transpose=False):
     return _spmm(values, x, None, pattern, transpose)
 
 
-def _spmm_rule(relu, g, need, values, x, pattern, transpose):
+@spmm.vjp(values=1, x=0)
+def _spmm_rule(g, need, values, x, pattern, transpose):
     if all(need) and not isinstance(g, Tensor):  # one walk for both
         plans = pattern.plan, pattern.plan_T
-        return kernels.spmm_vjp(*(plans[::-1] if transpose else plans), values, x, g, relu)
-    y = ops.relu(x) if relu else x
-    u, v = (y, g) if transpose else (g, y)
+        return kernels.spmm_vjp(*(plans[::-1] if transpose else plans), values, x, g)
+    u, v = (x, g) if transpose else (g, x)
     dvalues = _sddmm(u, v, pattern=pattern) if need[0] else None
     dx = spmm(values, g, pattern=pattern, transpose=not transpose) if need[1] else None
-    return dvalues, ops.where(raw(x) <= 0, 0.0, dx) if relu and need[1] else dx
-
-
-spmm.vjp(partial(_spmm_rule, False), values=1, x=0)
+    return dvalues, dx
 
 
 def _spmm(values, x, bias, pattern, transpose, relu=False):
@@ -96,6 +92,15 @@ def affine(values, x, bias, *, pattern):
     return _spmm(values, x.T, bias, pattern, False).T
 
 
+@affine.vjp(values=1, x=0)
+def _affine_rule(g, need, values, x, pattern):
+    dvalues, dx = _spmm_rule(g.T, need[:2], values, x.T if need[0] else x, pattern, False)
+    if need[2] and g.ndim == 2:
+        # A short sum is up to four times as fast by einsum; a long one is less exact.
+        g = ops.sum(g, axis=0) if isinstance(g, Tensor) or len(g) > 1024 else np.einsum("ij->j", g)
+    return dvalues, dx.T if need[1] else None, g
+
+
 @primitive
 def relu_affine(values, x, bias, *, pattern):
     """Return ``affine(values, relu(x), bias)``, without a pass over `x` for the ReLU."""
@@ -103,17 +108,14 @@ def relu_affine(values, x, bias, *, pattern):
     return _spmm(values, x.T, bias, pattern, False, relu=True).T
 
 
-def _affine_rule(relu, g, need, values, x, pattern):
-    x = x if x is None else x.T
-    dvalues, dx = _spmm_rule(relu, g.T, need[:2], values, x, pattern, False)
-    if need[2] and g.ndim == 2:
-        # A short sum is up to four times as fast by einsum; a long one is less exact.
-        g = ops.sum(g, axis=0) if isinstance(g, Tensor) or len(g) > 1024 else np.einsum("ij->j", g)
-    return dvalues, dx.T if need[1] else None, g
-
-
-affine.vjp(partial(_affine_rule, False), values=1, x=0)
-relu_affine.vjp(partial(_affine_rule, True), values=1)
+@relu_affine.vjp(values=1)
+def _(g, need, values, x, pattern):
+    if all(need[:2]) and not isinstance(g, Tensor):
+        plans = pattern.plan, pattern.plan_T
+        dvalues, dx = kernels.spmm_vjp(*plans, values, x.T, g.T, True)
+        return dvalues, dx.T, _affine_rule(g, [False, False, need[2]], values, x, pattern)[2]
+    dvalues, dx, dbias = _affine_rule(g, need, values, ops.relu(x), pattern)
+    return dvalues, ops.where(raw(x) <= 0, 0.0, dx) if need[1] else None, dbias
 
 
 @primitive
