@@ -111,8 +111,7 @@ def relu_affine(values, x, bias, *, pattern):
 @relu_affine.vjp(values=1)
 def _(g, need, values, x, pattern):
     if all(need[:2]) and not isinstance(g, Tensor):
-        plans = pattern.plan, pattern.plan_T
-        dvalues, dx = kernels.spmm_vjp(*plans, values, x.T, g.T, True)
+        dvalues, dx = kernels.spmm_vjp(pattern.plan, pattern.plan_T, values, x.T, g.T, True)
         return dvalues, dx.T, _affine_rule(g, [False, False, need[2]], values, x, pattern)[2]
     dvalues, dx, dbias = _affine_rule(g, need, values, ops.relu(x), pattern)
     return dvalues, ops.where(raw(x) <= 0, 0.0, dx) if need[1] else None, dbias

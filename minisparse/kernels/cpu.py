@@ -877,7 +877,7 @@ def _steps(plan):
         far, near = plan.indices[:0], plan.indices[:0] if plan.perm is None else plan.perm
         if len(near) > DIRECT:
             far, block = np.empty_like(near), np.empty(plan.nnz, np.uint16)  # sorted by radix
-            block[near] = np.arange(plan.nnz) // max(BLOCK, plan.nnz >> 8)  # 256 streams at most
+            block[near] = np.arange(plan.nnz) // max(BLOCK, plan.nnz >> 8)  # at most 257 streams
             far[np.argsort(block, kind="stable")] = np.arange(plan.nnz)
             near = far[near]
         plan.derived["steps"] = far, near
@@ -942,7 +942,7 @@ def spmm(plan, values, x, bias=None, relu=False, u=None, dots=None):
     """See reference. `dots` gets the products of the rows of u and x, as in `_spmm`."""
     if x.ndim == 1:
         return spmm(plan, values, x[:, None], bias, relu).reshape(-1)
-    key, relu = x.dtype.char + plan.indices.dtype.char + "r" * relu, relu or None
+    key, relu = x.dtype.char + plan.indices.dtype.char, relu or None
     out, (far, near) = empty((plan.n_rows, x.shape[1]), x.dtype), _steps(plan)
     ordered = gather(values, far, scatter=True) if len(far) else contiguous(values)
     if len(near) and x[:1].nbytes > 256:  # several passes over a row: permute once
@@ -950,19 +950,22 @@ def spmm(plan, values, x, bias=None, relu=False, u=None, dots=None):
     (giants, ptr, firsts), none = _giants(plan), out.reshape(-1)[:0]
     bias = none if bias is None else contiguous(bias)
     sums = np.zeros((len(ptr), x.shape[1]), x.dtype)
-    longest, u, dots = (2 * SPLIT, out, none) if u is None else (plan.nnz, u, dots)
+    # With `dots` it is u that goes through ReLU, so the pieces of giant rows leave x as it is.
+    longest, inner = (2 * SPLIT, relu) if u is None else (plan.nnz, None)
+    u, dots = (out, none) if u is None else (u, dots)
     for column, part, most in _parts(plan, x):
         work = (plan.nnz + plan.n_rows) * len(part) * (part.shape[2] + 16) * (1 + (len(dots) > 0))
         given, ahead = (ordered, near, part), _ahead(part)
         arrays = out, dots, u, *given, bias, plan.indptr, plan.indices
-        _SPMM(key, work, *arrays, column, longest, relu, ahead, most=most)
+        _SPMM((key, relu), work, *arrays, column, longest, relu, ahead, most=most)
         if len(giants):
             arrays = sums, none, sums, *given, none, ptr, plan.indices
-            _SPMM(key, work, *arrays, column, SPLIT, relu, ahead, most=most)
+            _SPMM((key, inner), work, *arrays, column, SPLIT, inner, ahead, most=most)
     if len(giants):
         with np.errstate(all="ignore"):  # every other sum is of what lies between giant rows
             sums = np.add.reduceat(sums, firsts)[::2]
-            out[giants] = sums + bias[giants, None] if len(bias) else sums
+            sums = sums + bias[giants, None] if len(bias) else sums
+            out[giants] = sums if inner is relu else gate(sums, u[giants])
     return out
 
 
