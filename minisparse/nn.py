@@ -340,7 +340,8 @@ class SparseLinear(_Affine):
     def forward(self, x, *, relu=False):
         """Compute the output for `x`, or for its ReLU, which then costs next to nothing."""
         w = self.weight
-        if self.bias is None or np.ndim(x) > 2 or np.shape(x)[-1:] != w.shape[1:]:
+        suits = isinstance(w, SparseTensor) and self.bias is not None and np.ndim(x) < 3
+        if not suits or np.shape(x)[-1:] != w.shape[1:]:
             return super().forward(ops.relu(x) if relu else x)
         return (relu_affine if relu else affine)(w.values, x, self.bias, pattern=w.pattern)
 

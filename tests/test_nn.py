@@ -152,6 +152,11 @@ def test_sequential_gives_relu_to_the_layer():
     assert len(seen) == 1
     with pytest.raises(ValueError, match="20 features"):
         nn.Sequential(nn.ReLU(), model[2])(np.ones((2, 3)))
+    layer = model[2]
+    layer.weight = ms.tensor(layer.weight.to_dense().numpy())  # a dense one will do
+    x = rng.standard_normal((2, 20), dtype=np.float32)
+    y = nn.Sequential(nn.ReLU(), layer)(x)
+    assert np.array_equal(y.data, layer(ms.relu(x)).data)
 
 
 def test_initialisation_goes_by_each_rows_fan_in():
