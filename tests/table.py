@@ -342,7 +342,10 @@ TABLE: list[Row] = [
         lambda x: np.split(x, [1, 3], axis=1),
         (normal(2, 5),),
         (),
-        ((ValueError, lambda: ms.split(ms.tensor([1.0, 2.0, 3.0]), 2)),),
+        (
+            (ValueError, lambda: ms.split(ms.tensor([1.0, 2.0, 3.0]), 2)),
+            (TypeError, lambda: ms.split(ms.tensor([1.0, 2.0]), ms.tensor([1.0]))),
+        ),
     ),
     Row("split(3)", lambda x: ms.split(x, 3), lambda x: np.split(x, 3), (normal(6, 2),), ()),
     *(

@@ -393,6 +393,8 @@ def test_builders():
         blocks.to_mask(), sp.block_diag([np.ones((1, 2)), np.tri(2)]).toarray() != 0
     )
     assert ms.Pattern.block_diagonal([]).shape == (0, 0)
+    wide = ms.Pattern((1, 2**31 - 2), [0, 1], [2**31 - 3])  # columns in 32 bits, those of two not
+    assert ms.Pattern.block_diagonal([wide, wide]).indices.tolist() == [2**31 - 3, 2**32 - 5]
     local = ms.Pattern.local(4, 5, (3, 1)).to_mask()
     r, c = np.divmod(np.arange(20), 5)
     near = (abs(r[:, None] - r) <= 1) & (c[:, None] == c)

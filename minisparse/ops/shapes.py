@@ -145,7 +145,7 @@ def stack(arrays, axis=0):
 def split(x, indices_or_sections, axis=0):
     """Cut `x` into a list of pieces along an axis, as :func:`numpy.split`."""
     axis = normalize_axis_index(axis, raw(x).ndim)
-    pieces = np.split(np.arange(raw(x).shape[axis]), indices_or_sections)
+    pieces = np.split(np.arange(raw(x).shape[axis]), raw(indices_or_sections).tolist())
     cuts = [slice(p[0], p[-1] + 1) if len(p) else slice(0) for p in pieces]
     return [_getitem(x, key=(slice(None),) * axis + (cut,)) for cut in cuts]
 
