@@ -104,7 +104,7 @@ def _affine_rule(g, need, values, x, pattern):
 @primitive
 def relu_affine(values, x, bias, *, pattern):
     """Return ``affine(values, relu(x), bias)``, without a pass over `x` for the ReLU."""
-    _check_shape("affine: bias", bias, pattern.shape[0])
+    _check_shape("relu_affine: bias", bias, pattern.shape[0])
     return _spmm(values, x.T, bias, pattern, False, relu=True).T
 
 
@@ -113,7 +113,7 @@ def _(g, need, values, x, pattern):
     if all(need[:2]) and not isinstance(g, Tensor):
         dvalues, dx = kernels.spmm_vjp(pattern.plan, pattern.plan_T, values, x.T, g.T, True)
         return dvalues, dx.T, _affine_rule(g, [False, False, need[2]], values, x, pattern)[2]
-    dvalues, dx, dbias = _affine_rule(g, need, values, ops.relu(x), pattern)
+    dvalues, dx, dbias = _affine_rule(g, need, values, ops.relu(x) if need[0] else x, pattern)
     return dvalues, ops.where(raw(x) <= 0, 0.0, dx) if need[1] else None, dbias
 
 

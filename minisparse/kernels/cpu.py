@@ -942,7 +942,7 @@ def spmm(plan, values, x, bias=None, relu=False, u=None, dots=None):
     """See reference. `dots` gets the products of the rows of u and x, as in `_spmm`."""
     if x.ndim == 1:
         return spmm(plan, values, x[:, None], bias, relu).reshape(-1)
-    key, relu = x.dtype.char + plan.indices.dtype.char, relu or None
+    key, relu = x.dtype.char + plan.indices.dtype.char + "r" * relu, relu or None
     out, (far, near) = empty((plan.n_rows, x.shape[1]), x.dtype), _steps(plan)
     ordered = gather(values, far, scatter=True) if len(far) else contiguous(values)
     if len(near) and x[:1].nbytes > 256:  # several passes over a row: permute once
@@ -950,34 +950,33 @@ def spmm(plan, values, x, bias=None, relu=False, u=None, dots=None):
     (giants, ptr, firsts), none = _giants(plan), out.reshape(-1)[:0]
     bias = none if bias is None else contiguous(bias)
     sums = np.zeros((len(ptr), x.shape[1]), x.dtype)
-    # With `dots` it is u that goes through ReLU, so the pieces of giant rows leave x as it is.
-    longest, inner = (2 * SPLIT, relu) if u is None else (plan.nnz, None)
-    u, dots = (out, none) if u is None else (u, dots)
+    longest, u, dots = (2 * SPLIT, out, none) if u is None else (plan.nnz, u, dots)
     for column, part, most in _parts(plan, x):
         work = (plan.nnz + plan.n_rows) * len(part) * (part.shape[2] + 16) * (1 + (len(dots) > 0))
         given, ahead = (ordered, near, part), _ahead(part)
         arrays = out, dots, u, *given, bias, plan.indptr, plan.indices
-        _SPMM((key, relu), work, *arrays, column, longest, relu, ahead, most=most)
+        _SPMM(key, work, *arrays, column, longest, relu, ahead, most=most)
         if len(giants):
             arrays = sums, none, sums, *given, none, ptr, plan.indices
-            _SPMM((key, inner), work, *arrays, column, SPLIT, inner, ahead, most=most)
+            _SPMM(key, work, *arrays, column, SPLIT, relu, ahead, most=most)
     if len(giants):
         with np.errstate(all="ignore"):  # every other sum is of what lies between giant rows
             sums = np.add.reduceat(sums, firsts)[::2]
-            sums = sums + bias[giants, None] if len(bias) else sums
-            out[giants] = sums if inner is relu else gate(sums, u[giants])
+            out[giants] = sums + bias[giants, None] if len(bias) else sums
     return out
 
 
 def spmm_vjp(plan, back, values, x, g, relu=False):
     """See reference."""
     size = g[:1].nbytes
-    # One walk pays where a row is whole vectors; but it does not split the row that dominates.
     suits = size in (64, 128) or 0 < size == size // 256 * 256
     giants, start = _giants(back)[0], back.indptr
+    if relu and (not suits or len(giants)):  # in the pieces of giant rows there is no ReLU
+        dvalues, dx = spmm_vjp(plan, back, values, gate(x, x), g)
+        return dvalues, gate(dx, x)
+    # One walk pays where a row is whole vectors; but it does not split the row that dominates.
     if not suits or np.any(start[giants + 1] - start[giants] > back.nnz // 8):
-        dx = spmm(back, values, g)
-        return sddmm(plan, g, gate(x, x) if relu else x), gate(dx, x) if relu else dx
+        return sddmm(plan, g, x), spmm(back, values, g)
     dots = empty((back.nnz,), g.dtype)
     out = spmm(back, values, g, None, relu, contiguous(x), dots)
     return _in_order(back, dots, near_done=size <= 256), out
