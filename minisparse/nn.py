@@ -338,7 +338,10 @@ class SparseLinear(_Affine):
         self._start(weight, weight.pattern.fan_in, bias, rng)
 
     def forward(self, x, *, relu=False):
-        """Compute the output for `x`, or for its ReLU, which then costs next to nothing."""
+        """Compute the output for `x`, or for its ReLU.
+
+        The ReLU costs next to nothing where there is a bias and x has one or two axes.
+        """
         w = self.weight
         suits = isinstance(w, SparseTensor) and self.bias is not None and np.ndim(x) < 3
         if not suits or np.shape(x)[-1:] != w.shape[1:]:
@@ -358,8 +361,8 @@ class SparseLinear(_Affine):
 class Sequential(Module):
     """Apply modules (or plain functions) one after the other.
 
-    A :class:`ReLU` before a :class:`SparseLinear` becomes part of its product: the same numbers in
-    less time.
+    A :class:`ReLU` before a :class:`SparseLinear` with a bias becomes part of its product: the same
+    numbers in less time.
 
     Examples
     --------

@@ -324,9 +324,7 @@ class Pattern:
 
     def to_mask(self):
         """Return a dense boolean array of the pattern's shape, True at its entries."""
-        mask = np.zeros(self.shape, dtype=bool)
-        mask[self.rows, self.indices] = True
-        return mask
+        return self.to_scipy(np.ones(self.nnz, dtype=bool)).toarray()
 
     def spy(self, ax=None):
         """Draw the pattern (with matplotlib) and return the axes.

@@ -6,6 +6,8 @@ The primitives here are closed under differentiation: each rule is written in th
 primitive          value                                    its gradients are
 =================  =======================================  ================================
 ``spmm``           ``A X`` or ``Aᵀ X``                      ``sddmm``, ``spmm`` transposed
+``affine``         ``X Aᵀ + b``                             ``sddmm``, ``spmm``, a sum
+``relu_affine``    ``affine`` of ``relu(X)``                the same, gated by ``X``
 ``sddmm``          ``u_i · v_j`` at each entry (i, j)       ``spmm``, ``spmm`` transposed
 ``gather``         ``x[index]``                             ``segment_sum``
 ``segment_sum``    sum of ``x`` over equal ``index``        ``gather``
@@ -59,7 +61,8 @@ def spmm(values, x, *, pattern, transpose=False):
     Notes
     -----
     Time O(nnz·k).  Memory beyond the result: at most a copy of `x`, where it is not in C order, or
-    where cutting it into panels makes the product faster.
+    where panels or rows that begin at cache lines make the product faster; and two of `values`,
+    where they are permuted.
     """
     return _spmm(values, x, None, pattern, transpose)
 

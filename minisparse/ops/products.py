@@ -23,16 +23,15 @@ def matmul(x, y):
 def _(g, need, x, y, x_shape, y_shape):
     # A vector is a matrix of one row (on the left) or one column (on the right).
     g_shape = g.shape[: len(g.shape) - (len(x_shape) > 1) - (len(y_shape) > 1)]
-    rows = x_shape[-2:-1] or (1,)
-    columns = y_shape[-1:] if len(y_shape) > 1 else (1,)
-    g = reshape(g, shape=g_shape + rows + columns)
+    left, right = _matrix(x_shape, 0), _matrix(y_shape, 1)
+    g = reshape(g, shape=g_shape + left[-2:-1] + right[-1:])
     dx = dy = None
     if need[0]:
         y = reshape(y, shape=(-1, 1)) if len(y_shape) == 1 else y
-        dx = reshape(fold(matmul(g, swapped(y)), _matrix(x_shape, 0)), shape=x_shape)
+        dx = reshape(fold(matmul(g, swapped(y)), left), shape=x_shape)
     if need[1]:
         x = reshape(x, shape=(1, -1)) if len(x_shape) == 1 else x
-        dy = reshape(fold(matmul(swapped(x), g), _matrix(y_shape, 1)), shape=y_shape)
+        dy = reshape(fold(matmul(swapped(x), g), right), shape=y_shape)
     return dx, dy
 
 
