@@ -314,7 +314,8 @@ def _tile(like, rest, zero, out, to, values, perm, permuted, x, k, c, *row):
         if ahead:
             at = np.int64(get(indices, min(e + ahead, last))) * k + c
             prefetch(like, x, at)
-            prefetch(like, x, at + shift)
+            if width(like) >= width(zeros(x, 64)):  # else one line holds both, but for a rest
+                prefetch(like, x, at + shift)
         value = splat(like, get(values, _place(perm, permuted, e)))
         at = np.int64(get(indices, e)) * k + c
         low = fma(value, _relu(load(like, x, at), relu), low)
