@@ -162,13 +162,9 @@ def fma(typingctx, x, y, z):
 
 
 @intrinsic
-def gated(typingctx, x, by):
-    """0.0 where by <= 0, else x, for numbers or vectors; gated(x, x) is ReLU."""
-
-    def emit(b, t, x, by):
-        return b.select(b.fcmp_ordered("<=", by, t(None)), t(None), x)
-
-    return _of(x(x, x), emit)
+def gated(typingctx, x, y):
+    """0.0 where y <= 0, else x, for numbers or vectors; gated(x, x) is ReLU."""
+    return _of(x(x, x), lambda b, t, x, y: b.select(b.fcmp_ordered("<=", y, t(None)), t(None), x))
 
 
 @intrinsic
@@ -203,8 +199,7 @@ def totals(typingctx, a, b, c, d):
 @intrinsic
 def lane(typingctx, vector, n):
     """Lane n of a vector."""
-    result = vector.dtype(vector, types.intp)
-    return _of(result, lambda b, t, vector, n: b.extract_element(vector, n))
+    return _of(vector.dtype(vector, types.intp), lambda b, t, v, n: b.extract_element(v, n))
 
 
 @intrinsic
@@ -453,7 +448,10 @@ def _entries(like, out, u, at, v, base, k, first, bound, indices, last, more, ah
             sc = fma(w, load(like, v, c + q), sc)
             sd = fma(w, load(like, v, d + q), sd)
         sums = totals(sa, sb, sc, sd)
-        for n in range(4):  # unrolled, so that the lanes are known
+        if bound - e >= 4:
+            put(out, e, fma(splat(sums, 1), load(sums, out, e), sums) if more else sums)
+            continue
+        for n in range(3):  # unrolled, so that the lanes are known
             if e + n < bound:
                 put(out, e + n, get(out, e + n) + lane(sums, n) if more else lane(sums, n))
 
