@@ -117,7 +117,7 @@ def _(g, need, values, x, pattern):
         dvalues, dx = kernels.spmm_vjp(pattern.plan, pattern.plan_T, values, x.T, g.T, True)
         return dvalues, dx.T, _affine_rule(g, [False, False, need[2]], values, x, pattern)[2]
     dvalues, dx, dbias = _affine_rule(g, need, values, ops.relu(x) if need[0] else x, pattern)
-    return dvalues, ops.where(raw(x) <= 0, 0.0, dx) if need[1] else None, dbias
+    return dvalues, ops.where(~(raw(x) <= 0), dx, 0.0) if need[1] else None, dbias
 
 
 @primitive
