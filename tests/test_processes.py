@@ -272,10 +272,14 @@ def check_in_parallel():
     assert numba.threading_layer() == numba.config.THREADING_LAYER
     serial = [kernel.body.__name__ for kernel in cpu._kernels if not kernel.parallel]
     assert not serial, f"never ran in parallel: {serial}"
-    busy = [
-        t for name, t in threads_of_this_process().items() if name not in AT_START and t > 10**6
-    ]
-    assert len(busy) >= (numba.config.NUMBA_NUM_THREADS > 1), "no thread of Numba's did anything"
+    for _ in range(100):  # on a busy machine the thread that calls may do all of it
+        now = threads_of_this_process()
+        busy = [t for name, t in now.items() if name not in AT_START and t > 10**6]
+        if len(busy) >= (numba.config.NUMBA_NUM_THREADS > 1):
+            break
+        check()
+    else:
+        raise AssertionError("no thread of Numba's did anything")
     assert numba.get_num_threads() == numba.config.NUMBA_NUM_THREADS
 
 
