@@ -3,6 +3,10 @@
 These functions are the definition that every other backend is tested against, and what runs when
 Numba's compiler is switched off. They are slow: each number is handled by the interpreter.
 
+Products are written once more for each backend, since their speed is in how they load memory. All
+else is written here only: a *body* does the rows or elements `first` to `bound` (exclusive) of the
+work, and a backend's `run` says who runs it: here the interpreter, in `cpu` Numba's threads.
+
 Throughout, A is a matrix of shape (n_rows, n_cols) in compressed sparse row form: the entries of
 row i are numbered ``indptr[i]`` to ``indptr[i + 1] - 1``; entry e lies in column ``indices[e]`` and
 has the value ``values[e]``, or ``values[perm[e]]`` where a plan has a `perm`. The columns of one
@@ -14,6 +18,39 @@ that 0.0 * inf is NaN.
 import math
 
 import numpy as np
+
+
+@np.errstate(all="ignore")  # as compiled code: infinity and NaN pass without a word
+def run(body, n, *args, new=None, **hints):
+    """Run ``body(0, n, *args)``, by as many workers as the backend has.
+
+    Parameters
+    ----------
+    body : function
+        ``body(first, bound, *args)`` does its part of the work and writes nothing that another part
+        reads or writes. Compiled as it stands: plain indexing of vectors, no other function of
+        ours, `math` for functions of one number.
+    n : int
+        The number of rows or elements.
+    *args : ndarray or number
+        Arrays are brought to C order and flattened; those written come first, in C order already.
+    new : (int, ndarray), optional
+        A new vector of so many numbers like this array comes before `args`.
+    **hints
+        For a backend that shares out the work: `by`, an indptr by whose entries rows are counted;
+        `cost` of an entry, a row or an element, in units of the CPU's; `written`, the number of
+        arrays that are written, 1 by default.
+
+    Returns
+    -------
+    ndarray
+        The first of the arrays.
+    """
+    args = [contiguous(a).reshape(-1) if isinstance(a, np.ndarray) else a for a in args]
+    if new is not None:
+        args.insert(0, np.empty(new[0], new[1].dtype))
+    body(0, n, *args)
+    return args[0]
 
 
 @np.errstate(all="ignore")  # as compiled code: infinity and NaN pass without a word
@@ -106,7 +143,7 @@ def sddmm(plan, u, v):
     return out
 
 
-def gather(x, index, base=None):
+def gather(x, index, base=None, run=run):
     """Pick elements: out[e] = x[index[e]], or base[e] (0.0 without base) where index[e] < 0.
 
     Parameters
@@ -125,17 +162,20 @@ def gather(x, index, base=None):
     -----
     O(m). Its adjoint is `segment_sum`.
     """
-    out = np.zeros(len(index), x.dtype)
-    for e in range(len(index)):
-        if index[e] >= 0:
-            out[e] = x[index[e]]
-        elif base is not None:
-            out[e] = base[e]
-    return out
+    base = x[:0] if base is None else base
+    x = x if len(x) else np.zeros_like(x, shape=1)
+    return run(_gather, len(index), x, index, base, new=(len(index), x), cost=40)
 
 
-@np.errstate(all="ignore")
-def segment_sum(x, indptr, order):
+def _gather(first, bound, out, x, index, base):
+    none, zero = x.dtype.type(0), index.dtype.type(0)
+    for e in range(first, bound):
+        inside = 0 <= index[e] < len(x)  # compiled, the index has no sign
+        value = x[index[e] if inside else zero]  # a branch would be mispredicted half the time
+        out[e] = value if inside else base[e] if len(base) else none
+
+
+def segment_sum(x, indptr, order, run=run):
     """Sum groups of elements: out[s] = sum of x[order[p]] for p in indptr[s] .. indptr[s + 1] - 1.
 
     Parameters
@@ -155,14 +195,19 @@ def segment_sum(x, indptr, order):
     -----
     O(len(order) + m).
     """
-    out = np.zeros(len(indptr) - 1, x.dtype)
-    for s in range(len(out)):
+    n = len(indptr) - 1
+    return run(_segment_sum, n, x, indptr, order, new=(n, x), by=indptr)
+
+
+def _segment_sum(first, bound, out, x, indptr, order):
+    for s in range(first, bound):
+        total = x.dtype.type(0)
         for p in range(indptr[s], indptr[s + 1]):
-            out[s] += x[order[p]]
-    return out
+            total += x[order[p]]
+        out[s] = total
 
 
-def row_max(plan, values):
+def row_max(plan, values, run=run):
     """Largest entry of each row: out[i] = max of values[e] over the entries e of row i.
 
     Parameters
@@ -180,16 +225,20 @@ def row_max(plan, values):
     -----
     O(nnz + n_rows).
     """
-    out = np.full(plan.n_rows, -np.inf, values.dtype)
-    for i in range(plan.n_rows):
-        for e in range(plan.indptr[i], plan.indptr[i + 1]):
-            if values[e] > out[i] or values[e] != values[e]:
-                out[i] = values[e]
-    return out
+    return run(
+        _row_max, plan.n_rows, values, plan.indptr, new=(plan.n_rows, values), by=plan.indptr
+    )
 
 
-@np.errstate(all="ignore")
-def row_softmax(plan, values):
+def _row_max(first, bound, out, values, indptr):
+    for i in range(first, bound):
+        best = values.dtype.type(-np.inf)
+        for e in range(indptr[i], indptr[i + 1]):
+            best = values[e] if values[e] > best or values[e] != values[e] else best
+        out[i] = best
+
+
+def row_softmax(plan, values, run=run):
     """Softmax of each row: out[e] = exp(values[e] - top) / sum of the same over the row of e.
 
     Parameters
@@ -206,12 +255,22 @@ def row_softmax(plan, values):
     -----
     With `top` the largest entry of the row (0 for -inf), no exponential overflows. O(nnz + n_rows).
     """
-    out = np.empty_like(values)
-    for i, top in enumerate(row_max(plan, values)):
-        row = slice(plan.indptr[i], plan.indptr[i + 1])
-        out[row] = np.exp(values[row] - (0 if top == -np.inf else top))
-        out[row] /= np.cumsum(out[row])[-1:]  # from left to right
-    return out
+    hints = {"new": (plan.nnz, values), "by": plan.indptr, "cost": 160}
+    return run(_row_softmax, plan.n_rows, values, plan.indptr, **hints)
+
+
+def _row_softmax(first, bound, out, values, indptr):
+    none, zero = values.dtype.type(-np.inf), values.dtype.type(0)
+    for i in range(first, bound):
+        top, total = none, zero
+        for e in range(indptr[i], indptr[i + 1]):
+            top = values[e] if values[e] > top or values[e] != values[e] else top
+        top = zero if top == none else top
+        for e in range(indptr[i], indptr[i + 1]):
+            out[e] = math.exp(values[e] - top)
+            total += out[e]
+        for e in range(indptr[i], indptr[i + 1]):
+            out[e] /= total
 
 
 @np.errstate(all="ignore")
@@ -291,7 +350,7 @@ def spgemm_dot(plan, plan_x, plan_y, x, y, transpose=False):
     return out
 
 
-def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0):
+def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0, run=run):
     """One step of stochastic gradient descent, in place: p -= lr d.
 
     Parameters
@@ -310,30 +369,23 @@ def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0):
     With d = g + weight_decay p: without momentum d is the direction; with momentum,
     buf = momentum buf + d, and the direction is buf, or d + momentum buf for Nesterov. O(size).
     """
-    scalar = p.dtype.type
-    lr, momentum, weight_decay = scalar(lr), scalar(momentum), scalar(weight_decay)
-    for at in np.ndindex(p.shape):
-        d = g[at]
+    buf = p.reshape(-1)[:0] if buf is None else buf
+    scalars = *map(p.dtype.type, (lr, momentum, weight_decay)), bool(nesterov)
+    run(_sgd, p.size, p, buf, g, *scalars, cost=8, written=2)
+
+
+def _sgd(first, bound, p, buf, g, lr, momentum, weight_decay, nesterov):
+    for e in range(first, bound):
+        d = g[e]
         if weight_decay != 0:
-            d = d + weight_decay * p[at]
-        if buf is not None:
-            buf[at] = momentum * buf[at] + d
-            d = d + momentum * buf[at] if nesterov else buf[at]
-        p[at] = p[at] - lr * d
+            d += weight_decay * p[e]
+        if len(buf):
+            buf[e] = momentum * buf[e] + d
+            d = d + momentum * buf[e] if nesterov else buf[e]
+        p[e] -= lr * d
 
 
-def adam_scalars(scalar, step, lr, beta1, beta2, eps, weight_decay, decoupled):
-    """Return the numbers of one Adam step that do not depend on the element, as `scalar`.
-
-    They are: beta2, 1 - beta1, 1 - beta2, the step size lr / (1 - beta1**step),
-    sqrt(1 - beta2**step), eps, the L2 weight decay, and the factor of decoupled decay.
-    """
-    size, root = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
-    decay, keep = (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
-    return map(scalar, (beta2, 1 - beta1, 1 - beta2, size, root, eps, decay, keep))
-
-
-def adam(p, g, m, v, n, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False):
+def adam(p, g, m, v, n, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False, run=run):
     """One step of Adam (AdamW where `decoupled`), in place.
 
     Parameters
@@ -362,20 +414,26 @@ def adam(p, g, m, v, n, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False
     Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015. Loshchilov and Hutter,
     "Decoupled weight decay regularization", ICLR 2019.
     """
-    n += 1
-    step = n.item()
-    scalars = adam_scalars(p.dtype.type, step, lr, beta1, beta2, eps, weight_decay, decoupled)
-    beta2, from_g, from_g2, size, root, eps, decay, keep = scalars
-    for at in np.ndindex(p.shape):
-        w, d = p[at] * keep, g[at]
+    step = n.item() + 1
+    size, root = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
+    decay, keep = (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
+    scalars = map(p.dtype.type, (beta2, 1 - beta1, 1 - beta2, size, root, eps, decay, keep))
+    run(_adam, p.size, p, m, v, n, g, step, *scalars, cost=16, written=4)
+
+
+def _adam(first, bound, p, m, v, n, g, step, beta2, from_g, from_g2, size, root, eps, decay, keep):
+    if first == 0:
+        n[0] = step
+    for e in range(first, bound):
+        w, d = p[e] * keep, g[e]
         if decay != 0:
-            d = d + decay * w
-        m[at] = m[at] + from_g * (d - m[at])
-        v[at] = beta2 * v[at] + from_g2 * d * d
-        p[at] = w - size * (m[at] / (np.sqrt(v[at]) / root + eps))
+            d += decay * w
+        m[e] += from_g * (d - m[e])
+        v[e] = beta2 * v[e] + from_g2 * d * d
+        p[e] = w - size * (m[e] / (math.sqrt(v[e]) / root + eps))
 
 
-def gate(g, y):
+def gate(g, y, run=run):
     """Let through where y is positive: out = 0.0 where y <= 0, else g. ``gate(x, x)`` is ReLU.
 
     Parameters
@@ -392,7 +450,16 @@ def gate(g, y):
     -----
     O(size).
     """
-    return np.where(y <= 0, g.dtype.type(0), g)
+    if y.strides[:1] < y.strides[-1:]:  # as layers hold their activations
+        return gate(g.T, y.T, run).T
+    return run(_gate, g.size, g, y, new=(g.size, g), cost=12).reshape(g.shape)
+
+
+def _gate(first, bound, out, g, y):
+    none = g.dtype.type(0)
+    for e in range(first, bound):
+        through = g[e]  # read in any case, so that vectors are compared
+        out[e] = none if y[e] <= none else through
 
 
 def contiguous(x):
