@@ -141,6 +141,7 @@ def check_all():
     cpu.transpose, cpu.prefetch, cpu.zeros = checked_transpose, no_prefetch, zeros
     cpu.draw = checked_draw
     cpu._Kernel.__call__ = _in_chunks
+    cpu.FLAGS["boundscheck"] = True  # of the bodies that index arrays
     ms.set_num_threads(2)  # which sparse products make room for
 
 
@@ -168,8 +169,8 @@ def _(value):
     return lambda value: 1
 
 
-def _in_chunks(self, key, work, *args, most=cpu.MAX_CHUNKS):
+def _in_chunks(self, key, work, *args, most=cpu.MAX_CHUNKS, n=1, by=None):
     kernel = self.serial.get(key) or self.compile(key, args)
     chunks = min(CHUNKS, most)
     for c in range(chunks):
-        kernel(c, chunks, *args)
+        kernel(*cpu._bounds(c, chunks, n, by), *args)

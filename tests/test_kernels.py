@@ -457,7 +457,7 @@ def test_places_in_64_bits():
     assert kernels.gather(x, last).tolist() == [1, 2, 4]
     assert kernels.segment_sum(x, np.array([0, 1, 3]), last).tolist() == [1, 6]
     assert kernels.row_max(plan, x).tolist() == [4]
-    cpu._ROW_SOFTMAX("fl", 0, out, x, ends)
+    cpu.run(cpu.reference._row_softmax, 1, out, x, ends)
     np.testing.assert_allclose(out[last], np.exp([-3, -2, 0]) / np.exp([-3, -2, 0]).sum(), 1e-6)
 
 
@@ -833,7 +833,7 @@ import numpy as np
 from minisparse import kernels
 from minisparse.kernels import cpu
 assert kernels.gather(np.arange(3.0), np.array([2, 0])).tolist() == [2, 0]
-(kernel,) = cpu._GATHER.serial.values()
+(kernel,) = cpu._kernels[cpu.reference._gather].serial.values()
 print(sum(kernel.stats.cache_hits.values()), kernels.config()["cache"])
 """
 

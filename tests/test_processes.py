@@ -270,7 +270,7 @@ def check_in_parallel():
     from minisparse.kernels import cpu
 
     assert numba.threading_layer() == numba.config.THREADING_LAYER
-    serial = [kernel.body.__name__ for kernel in cpu._kernels if not kernel.parallel]
+    serial = [kernel.body.__name__ for kernel in cpu._kernels.values() if not kernel.parallel]
     assert not serial, f"never ran in parallel: {serial}"
     for _ in range(100):  # on a busy machine the thread that calls may do all of it
         now = threads_of_this_process()
@@ -305,7 +305,7 @@ def at_least(launches):
 
         return counting
 
-    kept = [(kernel, dict(kernel.parallel)) for kernel in cpu._kernels]
+    kept = [(kernel, dict(kernel.parallel)) for kernel in cpu._kernels.values()]
     for kernel, parallel in kept:
         kernel.parallel = {key: (counted(f), address) for key, (f, address) in parallel.items()}
     yield

@@ -5,12 +5,14 @@ of 1. Run in parallel, T tasks draw the numbers of smaller chunks from a counter
 left. An output element is written by one chunk only, and how it is computed does not depend on
 the chunk it falls in; so the result is bitwise the same for every number of threads.
 
-Everything compiled lives in this one file: Numba's cache watches the file of the function that is
-cached, and would not notice a change in a helper elsewhere.
+The products are written here; the bodies of all else are those of `reference`. Whatever calls a
+helper lives in this one file: Numba's cache watches the file of the function that is cached, and
+would not notice a change in a helper elsewhere.
 """
 
 import contextlib
 import ctypes
+import functools
 import os
 from multiprocessing import parent_process
 from pathlib import Path
@@ -482,66 +484,10 @@ def _sddmm(chunk, chunks, out, u, v, ptr, indices, column, ahead):
             i += 1
 
 
-@body
-def _gather(chunk, chunks, out, x, index, base, scatter):
-    """An empty `base` stands for zeros. With `scatter` out[index[e]] = x[e] instead."""
-    first, bound = _share(chunk, chunks, len(index))
-    based, none = len(base) > 0, x.dtype.type(0)
-    out, x, index, base = data(out), data(x), data(index), data(base)
+def _scatter(first, bound, out, x, index):
+    """The inverse of `gather`, as a body for `run`."""
     for e in range(first, bound):
-        at = get(index, e)
-        if scatter:
-            put(out, at, get(x, e))
-            continue
-        value = get(x, max(at, 0))  # read in any case: a branch here is mispredicted half the time
-        put(out, e, value if at >= 0 else get(base, e) if based else none)
-
-
-@body
-def _segment_sum(chunk, chunks, out, x, ptr, order):
-    n, zero = len(ptr) - 1, x.dtype.type(0)
-    out, x, ptr, order = data(out), data(x), data(ptr), data(order)
-    first, bound = _rows(chunk, chunks, ptr, n)
-    for s in range(first, bound):
-        value = zero
-        for p in range(get(ptr, s), get(ptr, s + 1)):
-            value += get(x, get(order, p))
-        put(out, s, value)
-
-
-@inlined
-def _largest(values, start, end, none):
-    best = none
-    for e in range(start, end):
-        value = get(values, e)
-        best = value if value > best or value != value else best
-    return best
-
-
-@body
-def _row_max(chunk, chunks, out, values, ptr):
-    n, none = len(ptr) - 1, values.dtype.type(-np.inf)
-    out, values, ptr = data(out), data(values), data(ptr)
-    first, bound = _rows(chunk, chunks, ptr, n)
-    for i in range(first, bound):
-        put(out, i, _largest(values, get(ptr, i), get(ptr, i + 1), none))
-
-
-@body
-def _row_softmax(chunk, chunks, out, values, ptr):
-    n, none, zero = len(ptr) - 1, values.dtype.type(-np.inf), values.dtype.type(0)
-    out, values, ptr = data(out), data(values), data(ptr)
-    first, bound = _rows(chunk, chunks, ptr, n)
-    for i in range(first, bound):
-        start, end, total = get(ptr, i), get(ptr, i + 1), zero
-        top = _largest(values, start, end, none)
-        top = zero if top == none else top
-        for e in range(start, end):
-            value = np.exp(get(values, e) - top)
-            total += value
-            put(out, e, value)
-        for e in range(start, end):
-            put(out, e, get(out, e) / total)
+        out[index[e]] = x[e]
 
 
 @inlined
@@ -608,51 +554,6 @@ def _spgemm_dot(
 
 
 @body
-def _sgd(chunk, chunks, p, buf, g, lr, momentum, weight_decay, nesterov):
-    """An empty `buf` stands for none."""
-    start, end = _share(chunk, chunks, len(p))
-    buffered = len(buf) > 0
-    p, buf, g = data(p), data(buf), data(g)
-    for e in range(start, end):
-        w, d = get(p, e), get(g, e)
-        if weight_decay != 0:
-            d += weight_decay * w
-        if buffered:
-            mean = momentum * get(buf, e) + d
-            put(buf, e, mean)
-            d = d + momentum * mean if nesterov else mean
-        put(p, e, w - lr * d)
-
-
-@body
-def _adam(chunk, chunks, p, m, v, n, g, step, beta2, from_g, from_g2, size, root, eps, decay, keep):
-    start, end = _share(chunk, chunks, len(p))
-    p, m, v, n, g = data(p), data(m), data(v), data(n), data(g)
-    if chunk == 0:
-        put(n, 0, step)
-    for e in range(start, end):
-        w, d = get(p, e) * keep, get(g, e)
-        if decay != 0:
-            d += decay * w
-        mean = get(m, e)
-        mean += from_g * (d - mean)
-        square = beta2 * get(v, e) + from_g2 * d * d
-        put(m, e, mean)
-        put(v, e, square)
-        put(p, e, w - size * (mean / (np.sqrt(square) / root + eps)))
-
-
-@body
-def _gate(chunk, chunks, out, g, y):
-    zero = g.dtype.type(0)
-    start, end = _share(chunk, chunks, len(y))
-    out, g, y = data(out), data(g), data(y)
-    for e in range(start, end):
-        through = get(g, e)
-        put(out, e, zero if get(y, e) <= zero else through)
-
-
-@body
 def _copy(chunk, chunks, out, x):
     """out[n] = x[:, n m : (n + 1) m] for out of shape (panels, rows, m).
 
@@ -684,13 +585,23 @@ def _copy(chunk, chunks, out, x):
 # The same in parallel, the body being given by its address
 
 
-def _tasks(tasks, chunks, address, args):
+@inlined
+def _bounds(chunk, chunks, n, by):
+    """What a body is called with: the bounds of its part where `by` says how to share n rows."""
+    if by is None:
+        return chunk, chunks
+    return _rows(chunk, chunks, data(by), n) if len(by) else _share(chunk, chunks, n)
+
+
+def _tasks(tasks, chunks, address, n, by, args):
     counter = np.zeros(1, np.int64)
     for _ in numba.prange(tasks):
         c = draw(data(counter))
         while c < chunks:
             # What runs at the same time lies far apart, and so does what it writes.
-            call(address, c % tasks * (chunks // tasks) + c // tasks, chunks, args)
+            chunk = c % tasks * (chunks // tasks) + c // tasks
+            first, bound = _bounds(chunk, chunks, n, by)
+            call(address, first, bound, args)
             c = draw(data(counter))
 
 
@@ -723,7 +634,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-_kernels: list = []  # every one that is made
+_kernels: dict = {}  # of each body
 
 
 class _Kernel:
@@ -734,14 +645,15 @@ class _Kernel:
     body : dispatcher
     written : int
         The first so many arrays are written, the others only read.
+    plain : bool
+        The body is one of `reference`: it goes from its first row to its last, and indexes vectors.
     """
 
-    def __init__(self, body, written=1):
-        self.body, self.written = getattr(body, "py_func", body), written
+    def __init__(self, body, written=1, plain=False):
+        self.body, self.written, self.plain = getattr(body, "py_func", body), written, plain
         self.serial, self.parallel = {}, {}
-        _kernels.append(self)
 
-    def __call__(self, key, work, *args, most=MAX_CHUNKS):
+    def __call__(self, key, work, *args, most=MAX_CHUNKS, n=1, by=None):
         """Run the kernel; `key` stands for the types of the arrays in `args`."""
         kernel = self.serial.get(key) or self.compile(key, args)
         if work > PARALLEL_WORK and not _forked and get_num_threads() > 1:
@@ -757,22 +669,24 @@ class _Kernel:
                     kernel, address = self.parallel.get(key) or self.compile_parallel(key)
                     chunks = min(int(work) // CHUNK_WORK + 1, most)
                     tasks = min(get_num_threads(), chunks)
-                    kernel(tasks, chunks // tasks * tasks, address, args)
+                    kernel(tasks, chunks // tasks * tasks, address, n, by, args)
                     return
                 finally:
                     turn.append(None)
-        kernel(0, 1, *args)
+        kernel(0, n, *args)
 
     def compile(self, key, args):
         """Compile the body for arguments like `args`, with inputs that are read-only.
 
-        Such a kernel takes writable arrays as well.
+        Such a kernel takes writable arrays as well. Places without a sign spare a plain body what
+        Numba does for negative ones, which keeps loops from being vectorized.
         """
         with global_compiler_lock:
-            kinds = [types.intp, types.intp, *map(numba.typeof, args)]
+            place, layout = (types.uintp, "C") if self.plain else (types.intp, "A")
+            kinds = [place, place, *map(numba.typeof, args)]
             for n in range(2 + self.written, len(kinds)):
                 if isinstance(kinds[n], types.Array):
-                    kinds[n] = kinds[n].copy(readonly=True, layout="A")
+                    kinds[n] = kinds[n].copy(readonly=True, layout=layout)
             if key not in self.serial:
                 self.serial[key] = _compile(self.body, tuple(kinds))
         return self.serial[key]
@@ -783,7 +697,10 @@ class _Kernel:
             if key not in self.parallel:
                 _launch()
                 ((signature, body),) = self.serial[key].overloads.items()
-                kinds = types.intp, types.intp, types.intp, types.Tuple(signature[2:])
+                by = types.none
+                if self.plain:
+                    by = types.Array(numba.from_dtype(np.dtype(key[0])), 1, "C", readonly=True)
+                kinds = *[types.intp] * 4, by, types.Tuple(signature[2:])
                 kernel = _compile(_tasks, kinds, parallel=True)
                 address = body.library.get_pointer_to_function(body.fndesc.llvm_func_name)
                 self.parallel[key] = kernel, address
@@ -825,10 +742,38 @@ def _compile(function, signature, **options):
                 kernel._cache.flush()
 
 
-_SDDMM, _GATHER, _SEGMENT_SUM, _COPY = map(_Kernel, (_sddmm, _gather, _segment_sum, _copy))
-_ROW_MAX, _ROW_SOFTMAX = map(_Kernel, (_row_max, _row_softmax))
-_SPMM, _SPGEMM, _DOT, _SGD = (_Kernel(b, written=2) for b in (_spmm, _spgemm, _spgemm_dot, _sgd))
-_ADAM, _GATE = _Kernel(_adam, written=4), _Kernel(_gate)
+def _kernel(*args):
+    """The kernel of a body, made once."""
+    return _kernels.get(args[0]) or _kernels.setdefault(args[0], _Kernel(*args))
+
+
+_NOTHING = np.zeros(0, np.intp)
+_UNSIGNED = {"i": np.dtype(np.uint32), "l": np.dtype(np.uint64), "q": np.dtype(np.uint64)}
+
+
+def run(body, n, *args, new=None, by=_NOTHING, cost=32, written=1):
+    """See `reference.run`. Integers lose their sign, as rows do in `_Kernel.compile`."""
+    key, given = by.dtype.char, []
+    if new is not None:
+        given.append(empty((new[0],), new[1].dtype))
+        key += new[1].dtype.char
+    for a in args:
+        if isinstance(a, np.ndarray):
+            a, char = contiguous(a), a.dtype.char
+            a = a if a.ndim == 1 else a.reshape(-1)
+            a = a.view(_UNSIGNED[char]) if char in _UNSIGNED else a
+            key += char
+        given.append(a)
+    work = cost * (n + (int(by[-1]) if len(by) else 0))
+    kernel = _kernels.get(body) or _kernel(body, written, True)
+    kernel(key, work, *given, n=n, by=by)
+    return given[0]
+
+
+_shared = (functools.partial(kernel, run=run) for kernel in reference.SHARED)
+gather, segment_sum, gate, row_max, row_softmax, sgd, adam = _shared
+_SPMM, _SPGEMM, _DOT = (_kernel(b, 2) for b in (_spmm, _spgemm, _spgemm_dot))
+_SDDMM, _COPY = map(_kernel, (_sddmm, _copy))
 
 # ---------------------------------------------------------------------------------------------
 # The doors
@@ -943,7 +888,11 @@ def spmm(plan, values, x, bias=None, relu=False, u=None, dots=None):
         return spmm(plan, values, x[:, None], bias, relu).reshape(-1)
     key, relu = x.dtype.char + plan.indices.dtype.char + "r" * relu, relu or None
     out, (far, near) = empty((plan.n_rows, x.shape[1]), x.dtype), _steps(plan)
-    ordered = gather(values, far, scatter=True) if len(far) else contiguous(values)
+    ordered = (
+        run(_scatter, len(far), values, far, new=(len(far), values), cost=40)
+        if len(far)
+        else contiguous(values)
+    )
     if len(near) and x[:1].nbytes > 256:  # several passes over a row: permute once
         ordered, near = gather(ordered, near), near[:0]
     (giants, ptr, firsts), none = _giants(plan), out.reshape(-1)[:0]
@@ -995,42 +944,6 @@ def sddmm(plan, u, v):
     return _in_order(plan, out)
 
 
-def gather(x, index, base=None, scatter=False):
-    """See reference. With `scatter` out[index[e]] = x[e], for an index that is a permutation."""
-    x, index = contiguous(x), contiguous(index)
-    out = empty((len(index),), x.dtype)
-    base = x[:0] if base is None else contiguous(base)
-    x = x if len(x) else np.zeros(1, x.dtype)
-    key = x.dtype.char + index.dtype.char
-    _GATHER(key, 40 * len(index), out, x, index, base, scatter)
-    return out
-
-
-def segment_sum(x, indptr, order):
-    """See reference."""
-    x, indptr, order = contiguous(x), contiguous(indptr), contiguous(order)
-    out = empty((len(indptr) - 1,), x.dtype)
-    key = x.dtype.char + indptr.dtype.char + order.dtype.char
-    _SEGMENT_SUM(key, 32 * (len(order) + len(out)), out, x, indptr, order)
-    return out
-
-
-def row_max(plan, values):
-    """See reference."""
-    out = empty((plan.n_rows,), values.dtype)
-    key = values.dtype.char + plan.indices.dtype.char
-    _ROW_MAX(key, 32 * (plan.nnz + plan.n_rows), out, contiguous(values), plan.indptr)
-    return out
-
-
-def row_softmax(plan, values):
-    """See reference."""
-    out = empty((plan.nnz,), values.dtype)
-    key = values.dtype.char + plan.indices.dtype.char
-    _ROW_SOFTMAX(key, 160 * plan.nnz, out, contiguous(values), plan.indptr)
-    return out
-
-
 def _by_dense_rows(kernel, most, plan, plan_x, plan_y, x, y, *options):
     """Run a kernel of sparse with sparse, which lays rows out in a dense vector for each chunk."""
     out = empty((plan.nnz,), x.dtype)
@@ -1055,34 +968,6 @@ def spgemm_dot(plan, plan_x, plan_y, x, y, transpose=False):
     return _by_dense_rows(_DOT, most, plan, plan_x, plan_y, x, y, transpose)
 
 
-def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0):
-    """See reference."""
-    p, g = p.reshape(-1), contiguous(g).reshape(-1)
-    buf = p[:0] if buf is None else buf.reshape(-1)
-    scalars = *map(p.dtype.type, (lr, momentum, weight_decay)), bool(nesterov)
-    _SGD(p.dtype.char, 8 * p.size, p, buf, g, *scalars)
-
-
-def adam(p, g, m, v, n, lr, beta1, beta2, eps, weight_decay=0.0, decoupled=False):
-    """See reference."""
-    step = n.item() + 1
-    scalars = reference.adam_scalars(
-        p.dtype.type, step, lr, beta1, beta2, eps, weight_decay, decoupled
-    )
-    arrays = p.reshape(-1), m.reshape(-1), v.reshape(-1), n.reshape(1), contiguous(g).reshape(-1)
-    _ADAM(p.dtype.char, 16 * p.size, *arrays, step, *scalars)
-
-
-def gate(g, y):
-    """See reference."""
-    if y.strides[:1] < y.strides[-1:]:  # as layers hold their activations
-        return gate(g.T, y.T).T
-    g, y = contiguous(g), contiguous(y)
-    out = empty(g.shape, g.dtype)
-    _GATE(g.dtype.char + y.dtype.char, 12 * g.size, *(a.reshape(-1) for a in (out, g, y)))
-    return out
-
-
 def warmup(dtypes):
     """Compile every kernel, serial and parallel, for `dtypes` and 32-bit indices."""
     plan = Plan(np.array([0, 1], np.int32), np.array([0], np.int32), 1)
@@ -1102,14 +987,14 @@ def warmup(dtypes):
         contiguous(np.ones((64, 65), dtype).T)
         gate(row, row), gate(row, row > 0)
     if not _forked:
-        for kernel in _kernels:
+        for kernel in _kernels.values():
             for key in list(kernel.serial):
                 kernel.compile_parallel(key)
 
 
 def config():
     """What Numba runs on, as far as it has started."""
-    kernels = [kernel for kinds in _kernels for kernel in kinds.serial.values()]
+    kernels = [kernel for kinds in _kernels.values() for kernel in kinds.serial.values()]
     return {
         "threading_layer": getattr(numba_parallel, "_threading_layer", None),
         "cache": kernels[0].stats.cache_path if kernels else None,

@@ -465,3 +465,6 @@ def _gate(first, bound, out, g, y):
 def contiguous(x):
     """Return x in C order, aligned and in native byte order: x itself if it already is."""
     return np.require(x, x.dtype.newbyteorder("="), ["C", "A", "E"])
+
+
+SHARED = gather, segment_sum, gate, row_max, row_softmax, sgd, adam  # whose bodies any `run` runs
