@@ -37,8 +37,7 @@ def led_astray(far, dtype):
         calls[f"spmm, {k}"] = lambda x=x: cpu.spmm(bad, v, x)
         calls[f"sddmm, {k}"] = lambda x=x: cpu.sddmm(bad, x, x)
         calls[f"spmm_vjp, {k}"] = lambda x=x: cpu.spmm_vjp(good, bad, v, x, x)
-    if far > 0:  # of a gather -1 is nothing, and a row may end before it starts
-        calls["gather"] = lambda: cpu.gather(v, index)
+    if far > 0:  # a row may end before it starts; to a gather, what is outside is nothing
         calls["row_max"] = lambda: cpu.row_max(long, v)
         calls["row_softmax"] = lambda: cpu.row_softmax(long, v)
     if far > 2 * CHUNKS:  # nearer, it lands in the dense row of another chunk

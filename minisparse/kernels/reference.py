@@ -467,4 +467,4 @@ def contiguous(x):
     return np.require(x, x.dtype.newbyteorder("="), ["C", "A", "E"])
 
 
-SHARED = gather, segment_sum, gate, row_max, row_softmax, sgd, adam  # whose bodies any `run` runs
+SHARED = gather, segment_sum, gate, row_max, row_softmax, sgd, adam  # with a body for any `run`
