@@ -18,24 +18,29 @@ QUICK = ("fc512", "fc4096-1", "w64k", "fc4096-1/k1", "w64k/batch-first", "w64k/f
 
 def checked(make, workload, folder, threads):
     """Return the calls of a peer of products, after comparing what they return with float64."""
-    problem, (y, dx, sample, dvalues) = read(workload, folder)
+    problem, wanted = read(workload, folder)
     peer = make(problem, threads)
+    calls = {kind: getattr(peer, kind) for kind in ("forward", "both") if hasattr(peer, kind)}
+    compare(workload, problem, wanted, **calls)
+    return calls
+
+
+def compare(workload, problem, wanted, forward, both=None):
+    """Compare what a peer's calls return with float64."""
+    y, dx, sample, dvalues = wanted
     terms = problem.pattern.nnz / problem.pattern.shape[0]
     tolerance = np.sqrt(terms) * np.finfo(workload.dtype).eps * 64
 
     def check(what, got, wanted):
         assert np.abs(got - wanted).max() < tolerance * np.abs(wanted).max(), f"wrong {what}"
 
-    check("product", peer.forward(), y)
-    calls = {"forward": peer.forward}
-    if hasattr(peer, "both"):
-        got_y, got_values, got_x = peer.both()
+    check("product", forward(), y)
+    if both is not None:
+        got_y, got_values, got_x = both()
         check("product", got_y, y)
         check("gradient of the values", got_values[sample], dvalues)
         if not workload.first:
             check("gradient of X", got_x, dx)
-        calls["both"] = peer.both
-    return calls
 
 
 def loads(make, workload, folder, threads):

@@ -1,12 +1,13 @@
 """The benchmarks run: their own results are checked, no timing is asserted."""
 
 import functools
+import importlib.util
 
 import numpy as np
 import pytest
 
 import minisparse as ms
-from benchmarks import crossover, gather, harness, kernels, latency, peers, scaling, steps
+from benchmarks import crossover, gather, gpu, harness, kernels, latency, peers, scaling, steps
 from benchmarks.workloads import VARIANTS, WORKLOADS, Workload, layer_of, read, write
 
 pytestmark = pytest.mark.compiled
@@ -121,3 +122,15 @@ def test_bars_say_met_or_missed(capsys):
     assert harness.bar("this", 2.0, 1.5)["met"]
     assert not harness.bar("that", 2.0, 1.5, at_most=True)["met"]
     assert "MISSED that: 2.00 (at most 1.5)" in capsys.readouterr().out
+
+
+def test_the_gpu_benchmark_runs_on_a_cpu(capsys):
+    """Its own results are checked against float64 there as well."""
+    device, peers_here = gpu.Device("cpu"), ["minisparse"]
+    if importlib.util.find_spec("torch"):
+        peers_here.append("expert torch")
+    sizes = {"tiny": ((12, 20, 5), 3, 8)}
+    found = gpu.run(device, SHAPES[:1], sizes, peers_here, repeats=2)
+    assert {row["peer"] for row in found["gpu"]} == set(peers_here)
+    assert {row["kind"] for row in found["gpu"]} == {"forward", "both", "step"}
+    assert found["copy"] > 0
