@@ -461,25 +461,17 @@ def test_places_in_64_bits():
     np.testing.assert_allclose(out[last], np.exp([-3, -2, 0]) / np.exp([-3, -2, 0]).sum(), 1e-6)
 
 
-def test_dense_rows_in_64_bits():
-    """CASES 18: each task of a product of sparse matrices lays rows out beyond the one before."""
-    n, chunks = 2**27, 18
-    dense, pointers = reserved(chunks * n).reshape(chunks, n), np.arange(chunks + 1, dtype=np.int32)
-    values = np.arange(1, chunks + 1, dtype=np.float32)
-    here, wide = np.arange(chunks, dtype=np.int32), np.full(chunks, n - 1, np.int32)
-    one = kernels.Plan(np.array([0, 1], np.int32), np.array([0], np.int32), 1)
-    kernels.spgemm(one, one, one, values[:1], values[:1])  # compiles, for these types
-    kernels.spgemm_dot(one, one, one, values[:1], values[:1])
-    for kernel, structure in (
-        (cpu._SPGEMM, (pointers, wide, pointers, here, pointers, wide)),
-        (cpu._DOT, (pointers, here, pointers, wide, pointers, wide)),
-    ):
-        out = np.zeros(chunks, np.float32)
-        run = kernel.serial["f" + "i" * 6]
-        options = () if kernel is cpu._SPGEMM else (False,)
-        run(chunks - 1, chunks, out, dense, values, values, *structure, *options)
-        assert out[-1] == chunks**2
-        assert not out[0]
+@pytest.mark.parametrize("work", [0, 1 << 24])
+def test_no_memory_for_a_part_of_the_work(monkeypatch, work):
+    """Each part of a product of sparse matrices has a dense row; without, there is an error."""
+    monkeypatch.setattr(cpu, "PARALLEL_WORK", work)
+    pointers, here = np.arange(19, dtype=np.int32), np.arange(18, dtype=np.int32)
+    plan, values = kernels.Plan(pointers, here, 2**50), np.ones(18, np.float32)
+    with pytest.raises(MemoryError):
+        kernels.spgemm(plan, plan, plan, values, values)
+    for transpose in (False, True):
+        with pytest.raises(MemoryError):
+            kernels.spgemm_dot(plan, plan, plan, values, values, transpose)
 
 
 # Numbers --------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.compiler_lock import global_compiler_lock
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic, models, overload, register_model
 from numba.np.ufunc import parallel as numba_parallel
 
 from . import Plan, _born, _fork_locks, get_num_threads, reference
@@ -234,7 +234,7 @@ def draw(typingctx, counter):
 
 @intrinsic
 def call(typingctx, address, chunk, chunks, args):
-    """Call the compiled body at `address` with (chunk, chunks, *args).
+    """Call the compiled body at `address` with (chunk, chunks, *args); True if it raised an error.
 
     So the parallel form runs the very machine code of the serial one, and is quick to compile.
     """
@@ -245,10 +245,9 @@ def call(typingctx, address, chunk, chunks, args):
         pointer = convention.get_function_type(types.none, kinds).as_pointer()
         body = builder.inttoptr(values[0], pointer)
         values = [*values[1:3], *cgutils.unpack_tuple(builder, values[3])]
-        convention.call_function(builder, body, types.none, kinds, values)
-        return context.get_dummy_value()
+        return convention.call_function(builder, body, types.none, kinds, values)[0].is_error
 
-    return types.void(types.intp, types.intp, types.intp, args), codegen
+    return types.boolean(types.intp, types.intp, types.intp, args), codegen
 
 
 # ---------------------------------------------------------------------------------------------
@@ -490,67 +489,9 @@ def _scatter(first, bound, out, x, index):
         out[index[e]] = x[e]
 
 
-@inlined
-def _ask(line, values, ptr, indices, i):
-    """Ask for the start of row i."""
-    start = np.int64(get(ptr, i))
-    prefetch(line, values, start)
-    prefetch(line, indices, start)
-
-
-@body
-def _spgemm(chunk, chunks, out, dense, a, b, ptr, indices, ptr_a, indices_a, ptr_b, indices_b):
-    """Row `chunk` of `dense` is zeros, before and after."""
-    n, at, zero = len(ptr) - 1, np.int64(chunk) * dense.shape[1], a.dtype.type(0)
-    last, line = len(indices_a) - 1, zeros(a, 64)
-    out, dense, a, b, ptr = data(out), data(dense), data(a), data(b), data(ptr)
-    ptr_a, ptr_b, indices = data(ptr_a), data(ptr_b), data(indices)
-    indices_a, indices_b = data(indices_a), data(indices_b)
-    first, bound = _rows(chunk, chunks, ptr, n)
-    for i in range(first, bound):
-        for e in range(get(ptr_a, i), get(ptr_a, i + 1)):
-            _ask(line, b, ptr_b, indices_b, get(indices_a, min(e + 8, last)))
-            value, j = get(a, e), get(indices_a, e)
-            for f in range(get(ptr_b, j), get(ptr_b, j + 1)):
-                c = at + get(indices_b, f)
-                put(dense, c, get(dense, c) + value * get(b, f))
-        for e in range(get(ptr, i), get(ptr, i + 1)):
-            c = at + get(indices, e)
-            put(out, e, get(dense, c))
-            put(dense, c, zero)
-
-
-@body
-def _spgemm_dot(
-    chunk, chunks, out, dense, x, y, ptr, indices, ptr_x, indices_x, ptr_y, indices_y, transpose
-):
-    """Where `transpose`, every chunk reads all of X and y, and writes its own rows of the result.
-
-    These are sums over the rows of X; `out` starts as zeros then.
-    """
-    n, at, zero = len(ptr_x) - 1, np.int64(chunk) * dense.shape[1], x.dtype.type(0)
-    last, line = len(indices) - 1, zeros(x, 64)
-    mine = _rows(chunk, chunks, data(ptr), len(ptr) - 1)
-    out, dense, x, y, ptr = data(out), data(dense), data(x), data(y), data(ptr)
-    ptr_x, ptr_y, indices = data(ptr_x), data(ptr_y), data(indices)
-    indices_x, indices_y = data(indices_x), data(indices_y)
-    first, bound = (0, n) if transpose else _rows(chunk, chunks, ptr_x, n)
-    for i in range(first, bound):
-        for e in range(get(ptr_x, i), get(ptr_x, i + 1)):
-            put(dense, at + get(indices_x, e), get(x, e))
-        if transpose:
-            for e in range(get(ptr_y, i), get(ptr_y, i + 1)):
-                value, j = get(y, e), get(indices_y, e)
-                if mine[0] <= j < mine[1]:
-                    for f in range(get(ptr, j), get(ptr, j + 1)):
-                        put(out, f, get(out, f) + value * get(dense, at + get(indices, f)))
-            continue
-        for e in range(get(ptr, i), get(ptr, i + 1)):
-            _ask(line, y, ptr_y, indices_y, get(indices, min(e + 8, last)))
-            j, total = get(indices, e), zero
-            for f in range(get(ptr_y, j), get(ptr_y, j + 1)):
-                total += get(dense, at + get(indices_y, f)) * get(y, f)
-            put(out, e, total)
+@overload(reference.ask)
+def _ask(array, place):
+    return lambda array, place: prefetch(zeros(array, 64), data(array), np.int64(place))
 
 
 @body
@@ -594,15 +535,18 @@ def _bounds(chunk, chunks, n, by):
 
 
 def _tasks(tasks, chunks, address, n, by, args):
-    counter = np.zeros(1, np.int64)
+    counter, failed = np.zeros(1, np.int64), np.zeros(1, np.bool_)
     for _ in numba.prange(tasks):
         c = draw(data(counter))
         while c < chunks:
             # What runs at the same time lies far apart, and so does what it writes.
             chunk = c % tasks * (chunks // tasks) + c // tasks
             first, bound = _bounds(chunk, chunks, n, by)
-            call(address, first, bound, args)
+            if call(address, first, bound, args):
+                failed[0] = True
             c = draw(data(counter))
+    if failed[0]:  # bodies raise nothing else
+        raise MemoryError
 
 
 # ---------------------------------------------------------------------------------------------
@@ -751,7 +695,7 @@ _NOTHING = np.zeros(0, np.intp)
 _UNSIGNED = {"i": np.dtype(np.uint32), "l": np.dtype(np.uint64), "q": np.dtype(np.uint64)}
 
 
-def run(body, n, *args, new=None, by=_NOTHING, cost=32, written=1):
+def run(body, n, *args, new=None, by=_NOTHING, cost=32, written=1, parts=MAX_CHUNKS):
     """See `reference.run`. Integers lose their sign, as rows do in `_Kernel.compile`."""
     key, given = by.dtype.char, []
     if new is not None:
@@ -766,14 +710,14 @@ def run(body, n, *args, new=None, by=_NOTHING, cost=32, written=1):
         given.append(a)
     work = cost * (n + (int(by[-1]) if len(by) else 0))
     kernel = _kernels.get(body) or _kernel(body, written, True)
-    kernel(key, work, *given, n=n, by=by)
+    most = min(parts * get_num_threads(), MAX_CHUNKS)
+    kernel(key, work, *given, most=most, n=n, by=by)
     return given[0]
 
 
 _shared = (functools.partial(kernel, run=run) for kernel in reference.SHARED)
-gather, segment_sum, gate, row_max, row_softmax, sgd, adam = _shared
-_SPMM, _SPGEMM, _DOT = (_kernel(b, 2) for b in (_spmm, _spgemm, _spgemm_dot))
-_SDDMM, _COPY = map(_kernel, (_sddmm, _copy))
+gather, segment_sum, gate, row_max, row_softmax, spgemm, spgemm_dot, sgd, adam = _shared
+_SPMM, _SDDMM, _COPY = _kernel(_spmm, 2), _kernel(_sddmm), _kernel(_copy)
 
 # ---------------------------------------------------------------------------------------------
 # The doors
@@ -942,30 +886,6 @@ def sddmm(plan, u, v):
         work = plan.nnz * len(part) * (part.shape[2] + 16)
         _SDDMM(key, work, out, u, part, plan.indptr, plan.indices, column, _ahead(part), most=most)
     return _in_order(plan, out)
-
-
-def _by_dense_rows(kernel, most, plan, plan_x, plan_y, x, y, *options):
-    """Run a kernel of sparse with sparse, which lays rows out in a dense vector for each chunk."""
-    out = empty((plan.nnz,), x.dtype)
-    if options == (True,):
-        out[...] = 0
-    dense = np.zeros((most, max(plan.n_cols, plan_x.n_cols)), x.dtype)
-    structure = [array for p in (plan, plan_x, plan_y) for array in (p.indptr, p.indices)]
-    key = x.dtype.char + "".join(array.dtype.char for array in structure)
-    work = 64 * max(plan.nnz, plan_x.nnz)
-    kernel(key, work, out, dense, contiguous(x), contiguous(y), *structure, *options, most=most)
-    return out
-
-
-def spgemm(plan, plan_a, plan_b, a, b):
-    """See reference."""
-    return _by_dense_rows(_SPGEMM, 2 * get_num_threads(), plan, plan_a, plan_b, a, b)
-
-
-def spgemm_dot(plan, plan_x, plan_y, x, y, transpose=False):
-    """See reference."""
-    most = get_num_threads() * (1 if transpose else 2)
-    return _by_dense_rows(_DOT, most, plan, plan_x, plan_y, x, y, transpose)
 
 
 def warmup(dtypes):

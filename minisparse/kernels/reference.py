@@ -39,7 +39,8 @@ def run(body, n, *args, new=None, **hints):
     **hints
         For a backend that shares out the work: `by`, an indptr by whose entries rows are counted;
         `cost` of an entry, a row or an element, in units of the CPU's; `written`, the number of
-        arrays that are written, 1 by default.
+        arrays that are written, 1 by default; `parts`, so many for each worker at most, where
+        each needs room of its own.
 
     Returns
     -------
@@ -273,8 +274,7 @@ def _row_softmax(first, bound, out, values, indptr):
             out[e] /= total
 
 
-@np.errstate(all="ignore")
-def spgemm(plan, plan_a, plan_b, a, b):
+def spgemm(plan, plan_a, plan_b, a, b, run=run):
     """Sparse times sparse: out[e] = sum over j of A[i, j] B[j, c], entry e being (i, c).
 
     Parameters
@@ -291,27 +291,38 @@ def spgemm(plan, plan_a, plan_b, a, b):
     Notes
     -----
     O(nnz of all three + number of pairs of A[i, j] and B[j, c]); memory O(n_cols) for each thread
-    beside the result: one row of the product is summed in a dense vector.
+    beside the result: one row of the product is summed in a dense vector. Sums run over the entries
+    of A's row.
 
     References
     ----------
     Gustavson, "Two fast algorithms for sparse matrices: multiplication and permuted transposition",
     ACM Transactions on Mathematical Software 4, 1978.
     """
-    out, dense = np.zeros(plan.nnz, a.dtype), np.zeros(plan.n_cols, a.dtype)
-    for i in range(plan.n_rows):
-        for e in range(plan_a.indptr[i], plan_a.indptr[i + 1]):
-            j = plan_a.indices[e]
-            for f in range(plan_b.indptr[j], plan_b.indptr[j + 1]):
-                dense[plan_b.indices[f]] += a[e] * b[f]
-        for e in range(plan.indptr[i], plan.indptr[i + 1]):
-            out[e] = dense[plan.indices[e]]
-            dense[plan.indices[e]] = 0
-    return out
+    structure = [array for p in (plan, plan_a, plan_b) for array in (p.indptr, p.indices)]
+    hints = {"new": (plan.nnz, a), "by": plan.indptr, "cost": 64, "parts": 2}
+    return run(_spgemm, plan.n_rows, a, b, *structure, plan.n_cols, **hints)
 
 
-@np.errstate(all="ignore")
-def spgemm_dot(plan, plan_x, plan_y, x, y, transpose=False):
+def ask(array, place):
+    """Ask for a place of an array that will be read soon. Compiled, it comes into the cache."""
+
+
+def _spgemm(first, bound, out, a, b, ptr, indices, ptr_a, indices_a, ptr_b, indices_b, n_cols):
+    dense = np.zeros(n_cols, a.dtype)
+    for i in range(first, bound):
+        for e in range(ptr_a[i], ptr_a[i + 1]):
+            j, later = indices_a[e], ptr_b[indices_a[min(e + 8, len(indices_a) - 1)]]
+            ask(b, later)
+            ask(indices_b, later)
+            for f in range(ptr_b[j], ptr_b[j + 1]):
+                dense[indices_b[f]] += a[e] * b[f]
+        for e in range(ptr[i], ptr[i + 1]):
+            out[e] = dense[indices[e]]
+            dense[indices[e]] = 0
+
+
+def spgemm_dot(plan, plan_x, plan_y, x, y, transpose=False, run=run):
     """The gradients of `spgemm`: X Yᵀ sampled, or Yᵀ X sampled if `transpose`.
 
     out[e] = sum over c of X[i, c] Y[j, c], entry e being (i, j); or the sum over i of
@@ -335,19 +346,40 @@ def spgemm_dot(plan, plan_x, plan_y, x, y, transpose=False):
     The cost is that of `spgemm`: a row of X is laid out in a dense vector, from which the products
     read. If `transpose`, each thread lays all of X out, since its rows are summed over.
     """
-    out, dense = np.zeros(plan.nnz, x.dtype), np.zeros(plan_x.n_cols, x.dtype)
-    for i in range(plan_x.n_rows):
-        for e in range(plan_x.indptr[i], plan_x.indptr[i + 1]):
-            dense[plan_x.indices[e]] = x[e]
-        left, right = (plan_y, plan) if transpose else (plan, plan_y)
-        for e in range(left.indptr[i], left.indptr[i + 1]):
-            j = left.indices[e]
-            for f in range(right.indptr[j], right.indptr[j + 1]):
-                if transpose:
-                    out[f] += y[e] * dense[right.indices[f]]
-                else:
-                    out[e] += dense[right.indices[f]] * y[f]
-    return out
+    structure = [array for p in (plan, plan_x, plan_y) for array in (p.indptr, p.indices)]
+    hints = {"new": (plan.nnz, x), "by": plan.indptr, "cost": 64, "parts": 1 if transpose else 2}
+    body = _spgemm_dot_T if transpose else _spgemm_dot
+    return run(body, plan.n_rows, x, y, *structure, plan_x.n_cols, **hints)
+
+
+def _spgemm_dot(first, bound, out, x, y, ptr, indices, ptr_x, indices_x, ptr_y, indices_y, n_cols):
+    dense = np.zeros(n_cols, x.dtype)
+    for i in range(first, bound):
+        for e in range(ptr_x[i], ptr_x[i + 1]):
+            dense[indices_x[e]] = x[e]
+        for e in range(ptr[i], ptr[i + 1]):
+            j, total = indices[e], x.dtype.type(0)
+            later = ptr_y[indices[min(e + 8, len(indices) - 1)]]
+            ask(y, later)
+            ask(indices_y, later)
+            for f in range(ptr_y[j], ptr_y[j + 1]):
+                total += dense[indices_y[f]] * y[f]
+            out[e] = total
+
+
+def _spgemm_dot_T(
+    first, bound, out, x, y, ptr, indices, ptr_x, indices_x, ptr_y, indices_y, n_cols
+):
+    dense = np.zeros(n_cols, x.dtype)
+    out[ptr[first] : ptr[bound]] = 0
+    for i in range(len(ptr_x) - 1):
+        for e in range(ptr_x[i], ptr_x[i + 1]):
+            dense[indices_x[e]] = x[e]
+        for e in range(ptr_y[i], ptr_y[i + 1]):
+            j = indices_y[e]
+            if first <= j < bound:
+                for f in range(ptr[j], ptr[j + 1]):
+                    out[f] += y[e] * dense[indices[f]]
 
 
 def sgd(p, g, buf, lr, momentum=0.0, nesterov=False, weight_decay=0.0, run=run):
@@ -467,4 +499,7 @@ def contiguous(x):
     return np.require(x, x.dtype.newbyteorder("="), ["C", "A", "E"])
 
 
-SHARED = gather, segment_sum, gate, row_max, row_softmax, sgd, adam  # with a body for any `run`
+# What has a body for any `run`.
+SHARED = (
+    gather, segment_sum, gate, row_max, row_softmax, spgemm, spgemm_dot, sgd, adam,
+)  # fmt: skip
