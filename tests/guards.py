@@ -50,9 +50,9 @@ def fenced(array, side):
 def fence(kernel, side):
     """Let a kernel of `cpu` run on fenced copies of its arrays; then write back what it wrote."""
 
-    def run(self, key, work, *args, **options):
+    def run(self, key, work, n, by, *args, **options):
         copies = [fenced(a, side) if isinstance(a, np.ndarray) else a for a in args]
-        kernel(self, key, work, *copies, **options)
+        kernel(self, key, work, n, by, *copies, **options)
         for array, copy in itertools.islice(zip(args, copies, strict=True), self.written):
             if array.size:
                 array[...] = copy
@@ -68,16 +68,16 @@ def fence_all():
     bare = cpu._Kernel.__call__
     right, left = (fence(bare, side) for side in (ON_THE_RIGHT, ON_THE_LEFT))
 
-    def run(self, key, work, *args, **options):
+    def run(self, key, work, n, by, *args, **options):
         if any(isinstance(a, np.ndarray) and a.nbytes > 1 << 30 for a in args):
-            bare(self, key, work, *args, **options)
+            bare(self, key, work, n, by, *args, **options)
             return
         before = [args[n].copy() for n in range(self.written)]
-        right(self, key, work, *args, **options)
+        right(self, key, work, n, by, *args, **options)
         after = [args[n].tobytes() for n in range(self.written)]
         for array, old in zip(args, before, strict=False):
             array[...] = old
-        left(self, key, work, *args, **options)
+        left(self, key, work, n, by, *args, **options)
         assert after == [args[n].tobytes() for n in range(self.written)]
 
     cpu._Kernel.__call__ = run
@@ -169,8 +169,8 @@ def _(value):
     return lambda value: 1
 
 
-def _in_chunks(self, key, work, *args, most=cpu.MAX_CHUNKS, n=1, by=None):
-    kernel = self.serial.get(key) or self.compile(key, args)
+def _in_chunks(self, key, work, n, by, *args, most=cpu.MAX_CHUNKS):
+    kernel = self.serial.get(key) or self.compile(key, by, args)
     chunks = min(CHUNKS, most)
     for c in range(chunks):
         kernel(*cpu._bounds(c, chunks, n, by), *args)

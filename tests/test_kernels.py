@@ -407,7 +407,7 @@ from minisparse.kernels import cpu
 from tests import guards
 
 @cpu.body
-def copy_one(chunk, chunks, out, x, i):
+def copy_one(first, bound, out, x, i):
     cpu.put(cpu.data(out), 0, cpu.get(cpu.data(x), i))
 
 kernel = cpu._Kernel(copy_one)
@@ -415,7 +415,7 @@ guards.fence_all()
 for i in (0, 7, 8, -1):
     out, pid = np.zeros(1), os.fork()
     if not pid:
-        kernel("d", 0, out, np.arange(8.0), i)
+        kernel("d", 0, 1, np.zeros(0, int), out, np.arange(8.0), i)
         os._exit(int(out[0] != i))
     status = os.waitpid(pid, 0)[1]
     if 0 <= i < 8:

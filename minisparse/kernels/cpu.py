@@ -1,8 +1,8 @@
 """The kernels for NumPy arrays, compiled by Numba, serial and parallel.
 
-Each kernel is one *body* that does chunk c of `chunks` of the work. Run serially it does chunk 0
-of 1. Run in parallel, T tasks draw the numbers of smaller chunks from a counter until none is
-left. An output element is written by one chunk only, and how it is computed does not depend on
+Each kernel is one *body* that does the rows (or elements) `first` to `bound` of the work. Run
+serially it does all. Run in parallel, T tasks draw the numbers of chunks from a counter until none
+is left. An output element is written by one chunk only, and how it is computed does not depend on
 the chunk it falls in; so the result is bitwise the same for every number of threads.
 
 The products are written here; the bodies of all else are those of `reference`. Whatever calls a
@@ -358,7 +358,7 @@ def _dot(zero, values, perm, permuted, x, start, end, indices, relu):
 
 @body
 def _spmm(
-    chunk, chunks, out, dots, u, values, perm, x, bias, ptr, indices, column, longest, relu, ahead
+    first, bound, out, dots, u, values, perm, x, bias, ptr, indices, column, longest, relu, ahead
 ):
     """out[:, column:] = A x + bias, without the rows of more than `longest` entries.
 
@@ -372,11 +372,10 @@ def _spmm(
     """
     (panels, n_cols, k), width, size = x.shape, out.shape[1], x.itemsize
     full = 256 // size
-    n, last, permuted, both = len(ptr) - 1, len(indices) - 1, len(perm) > 0, len(dots) > 0
+    last, permuted, both = len(indices) - 1, len(perm) > 0, len(dots) > 0
     zero, one, biased = x.dtype.type(0), zeros(x, 64), len(bias) > 0
     out, values, perm, x, bias = data(out), data(values), data(perm), data(x), data(bias)
     ptr, indices, dots, u = data(ptr), data(indices), data(dots), data(u)
-    first, bound = _rows(chunk, chunks, ptr, n)
     for panel in range(panels):
         at = np.int64(panel) * n_cols * k
         for i in range(first, bound):
@@ -458,12 +457,11 @@ def _entries(like, out, u, at, v, base, k, first, bound, indices, last, more, ah
 
 
 @body
-def _sddmm(chunk, chunks, out, u, v, ptr, indices, column, ahead):
-    """out[e] = (out[e] if column) + u[i, column:] . v[j] for a share of the entries.
+def _sddmm(first, bound, out, u, v, ptr, indices, column, ahead):
+    """out[e] = (out[e] if column) + u[i, column:] . v[j] for the entries from first to bound.
 
-    v is in panels, as in `_spmm`. A share may begin and end inside a row.
+    v is in panels, as in `_spmm`. Both may be inside a row.
     """
-    first, bound = _share(chunk, chunks, len(indices))
     n, last, (panels, n_cols, k) = len(ptr) - 1, len(indices) - 1, v.shape
     width, size = u.shape[1], k * v.itemsize
     out, u, v, ptr, indices = data(out), data(u), data(v), data(ptr), data(indices)
@@ -495,7 +493,7 @@ def _ask(array, place):
 
 
 @body
-def _copy(chunk, chunks, out, x):
+def _copy(first, bound, out, x):
     """out[n] = x[:, n m : (n + 1) m] for out of shape (panels, rows, m).
 
     The rows or the columns of x are contiguous. m is a multiple of 64 bytes, or there is one
@@ -506,7 +504,6 @@ def _copy(chunk, chunks, out, x):
     out, x = data(out), data(x)
     like = zeros(x, 64)
     lanes = width(like)
-    first, bound = _share(chunk, chunks, rows)
     for i in range(first, bound, lanes):
         for c in range(0, columns, lanes):
             high, wide = min(lanes, bound - i), min(lanes, columns - c)
@@ -528,9 +525,7 @@ def _copy(chunk, chunks, out, x):
 
 @inlined
 def _bounds(chunk, chunks, n, by):
-    """What a body is called with: the bounds of its part where `by` says how to share n rows."""
-    if by is None:
-        return chunk, chunks
+    """The bounds of a chunk of n rows: of equal work by an indptr, of equal length if that is empty."""
     return _rows(chunk, chunks, data(by), n) if len(by) else _share(chunk, chunks, n)
 
 
@@ -590,16 +585,16 @@ class _Kernel:
     written : int
         The first so many arrays are written, the others only read.
     plain : bool
-        The body is one of `reference`: it goes from its first row to its last, and indexes vectors.
+        The body is one of `reference`: it indexes vectors. Those of this file go by addresses.
     """
 
     def __init__(self, body, written=1, plain=False):
         self.body, self.written, self.plain = getattr(body, "py_func", body), written, plain
-        self.serial, self.parallel = {}, {}
+        self.shared_by, self.serial, self.parallel = {}, {}, {}
 
-    def __call__(self, key, work, *args, most=MAX_CHUNKS, n=1, by=None):
-        """Run the kernel; `key` stands for the types of the arrays in `args`."""
-        kernel = self.serial.get(key) or self.compile(key, args)
+    def __call__(self, key, work, n, by, *args, most=MAX_CHUNKS):
+        """Run the kernel on n rows; `key` stands for the types of `by` and the arrays in `args`."""
+        kernel = self.serial.get(key) or self.compile(key, by, args)
         if work > PARALLEL_WORK and not _forked and get_num_threads() > 1:
             # Numba's layers abort or oversubscribe when two threads enter them at once: who
             # finds one inside goes alone.
@@ -619,7 +614,7 @@ class _Kernel:
                     turn.append(None)
         kernel(0, n, *args)
 
-    def compile(self, key, args):
+    def compile(self, key, by, args):
         """Compile the body for arguments like `args`, with inputs that are read-only.
 
         Such a kernel takes writable arrays as well. Places without a sign spare a plain body what
@@ -632,6 +627,7 @@ class _Kernel:
                 if isinstance(kinds[n], types.Array):
                     kinds[n] = kinds[n].copy(readonly=True, layout=layout)
             if key not in self.serial:
+                self.shared_by[key] = numba.typeof(by).copy(readonly=True)
                 self.serial[key] = _compile(self.body, tuple(kinds))
         return self.serial[key]
 
@@ -641,10 +637,7 @@ class _Kernel:
             if key not in self.parallel:
                 _launch()
                 ((signature, body),) = self.serial[key].overloads.items()
-                by = types.none
-                if self.plain:
-                    by = types.Array(numba.from_dtype(np.dtype(key[0])), 1, "C", readonly=True)
-                kinds = *[types.intp] * 4, by, types.Tuple(signature[2:])
+                kinds = *[types.intp] * 4, self.shared_by[key], types.Tuple(signature[2:])
                 kernel = _compile(_tasks, kinds, parallel=True)
                 address = body.library.get_pointer_to_function(body.fndesc.llvm_func_name)
                 self.parallel[key] = kernel, address
@@ -711,7 +704,7 @@ def run(body, n, *args, new=None, by=_NOTHING, cost=32, written=1, parts=MAX_CHU
     work = cost * (n + (int(by[-1]) if len(by) else 0))
     kernel = _kernels.get(body) or _kernel(body, written, True)
     most = min(parts * get_num_threads(), MAX_CHUNKS)
-    kernel(key, work, *given, most=most, n=n, by=by)
+    kernel(key, work, n, by, *given, most=most)
     return given[0]
 
 
@@ -800,7 +793,7 @@ def _readable(x):
 def _panels(x, m):
     """x in C order, cut into panels of m columns: an array of shape (panels, len(x), m)."""
     out = empty((x.shape[1] // m, len(x), m), x.dtype)
-    _COPY(x.dtype.char, 32 * x.size, out, x.view(np.ndarray))
+    _COPY(x.dtype.char, 32 * x.size, len(x), _NOTHING, out, x.view(np.ndarray))
     return out
 
 
@@ -847,10 +840,11 @@ def spmm(plan, values, x, bias=None, relu=False, u=None, dots=None):
         work = (plan.nnz + plan.n_rows) * len(part) * (part.shape[2] + 16) * (1 + (len(dots) > 0))
         given, ahead = (ordered, near, part), _ahead(part)
         arrays = out, dots, u, *given, bias, plan.indptr, plan.indices
-        _SPMM(key, work, *arrays, column, longest, relu, ahead, most=most)
+        rest = column, longest, relu, ahead
+        _SPMM(key, work, plan.n_rows, plan.indptr, *arrays, *rest, most=most)
         if len(giants):
-            arrays = sums, none, sums, *given, none, ptr, plan.indices
-            _SPMM(key, work, *arrays, column, SPLIT, relu, ahead, most=most)
+            arrays, rest = (sums, none, sums, *given, none, ptr, plan.indices), (column, SPLIT)
+            _SPMM(key, work, len(sums) - 1, ptr, *arrays, *rest, relu, ahead, most=most)
     if len(giants):
         with np.errstate(all="ignore"):  # every other sum is of what lies between giant rows
             sums = np.add.reduceat(sums, firsts)[::2]
@@ -884,7 +878,8 @@ def sddmm(plan, u, v):
     out, u = empty((plan.nnz,), u.dtype), contiguous(u)
     for column, part, most in _parts(plan, v):
         work = plan.nnz * len(part) * (part.shape[2] + 16)
-        _SDDMM(key, work, out, u, part, plan.indptr, plan.indices, column, _ahead(part), most=most)
+        arrays = out, u, part, plan.indptr, plan.indices
+        _SDDMM(key, work, plan.nnz, _NOTHING, *arrays, column, _ahead(part), most=most)
     return _in_order(plan, out)
 
 
