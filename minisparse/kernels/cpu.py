@@ -525,7 +525,7 @@ def _copy(first, bound, out, x):
 
 @inlined
 def _bounds(chunk, chunks, n, by):
-    """The bounds of a chunk of n rows: of equal work by an indptr, of equal length if that is empty."""
+    """The bounds of a chunk of n rows: of equal work by an indptr, of equal length by none."""
     return _rows(chunk, chunks, data(by), n) if len(by) else _share(chunk, chunks, n)
 
 
