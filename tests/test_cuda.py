@@ -101,7 +101,7 @@ def test_products(monkeypatch, mask, full, dtype, index):
     monkeypatch.setattr(cuda, "FULL", full)
     plan = plan_of(MASKS[mask], index)
     back, values = transposed(plan), whole_numbers(0, plan.nnz, dtype=dtype)
-    for k in WIDTHS[dtype] if full > 1 else [7]:
+    for k in WIDTHS[dtype][:: 1 if plan.nnz else 2] if full > 1 else [7]:
         columns = () if k is None else (k,)
         x = whole_numbers(1, plan.n_cols, *columns, dtype=dtype)
         g = whole_numbers(2, plan.n_rows, *columns, dtype=dtype)
@@ -281,7 +281,7 @@ def test_ptx(ptx, dtype, index):
     cuda.gate(values, values > 0)
     cuda.sgd(values, values, None, 0.1)
     cuda.adam(values, values, values, values, np.zeros(1, np.int64), 0.1, 0.9, 0.99, 1e-8)
-    assert len(ptx) == 6 + 3 + 8
+    assert len(ptx) == 3 * 2 + 9
     for text in ptx:
         assert ".entry" in text
         assert not re.search(r"\b(atom|red)\.|\.local\b|\bcall\b", text)
@@ -374,8 +374,9 @@ def test_why_not(device, monkeypatch):
     assert not cuda.is_available()
     assert "no CUDA-capable device" in cuda.why_not()
     for module in ("cupy", "numba_cuda"):
-        monkeypatch.setitem(sys.modules, module, None)
-        assert module in cuda.why_not()
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, module, None)
+            assert module in cuda.why_not()
 
 
 def test_nothing_of_cuda_is_imported(in_new_process):

@@ -60,8 +60,8 @@ def is_available():
 def _kernel(body, rows=False):
     """Make the kernel in which each thread calls ``body(*args)``.
 
-    If `rows`, its arguments are n and args, and threads call ``body(i, i + 1, *args)`` for i < n.
-    The latter come in a tuple, since a kernel has no ``*args``.
+    If `rows`, its arguments are n and args, and threads call ``body(i, i + 1, *args)`` for i < n;
+    one calls ``body(0, 0, *args)`` if n is 0. Arguments come in a tuple, for want of ``*args``.
     """
     global cuda
     from numba import cuda
@@ -72,8 +72,8 @@ def _kernel(body, rows=False):
         body(*args)
 
     def each_row(n, args):
-        for i in range(cuda.grid(1), n, cuda.gridsize(1)):
-            body(i, i + 1, *args)
+        for i in range(cuda.grid(1), max(n, 1), cuda.gridsize(1)):
+            body(i, min(i + 1, n), *args)
 
     return cuda.jit(each_row if rows else each_thread)
 
@@ -129,7 +129,7 @@ def run(body, n, *args, new=None, **hints):
 
 
 _shared = (functools.partial(kernel, run=run) for kernel in reference.SHARED)
-gather, segment_sum, gate, row_max, row_softmax, sgd, adam = _shared
+gather, segment_sum, gate, row_max, row_softmax, _, _, sgd, adam = _shared
 
 
 def contiguous(x):
