@@ -100,10 +100,10 @@ def is_grad_enabled() -> bool:
 
 def as_dtype(dtype, what="dtype") -> np.dtype:
     """Return float32 or float64 in native byte order; anything else is a TypeError."""
-    dtype = np.dtype(dtype).newbyteorder("=")
-    if dtype not in (np.float32, np.float64):
+    dtype = np.dtype(dtype)
+    if dtype.type not in (np.float32, np.float64):
         raise TypeError(f"{what}: {dtype} is not supported; it takes float32 and float64")
-    return dtype
+    return np.dtype(dtype.type)  # the one object of it, which `is` finds
 
 
 def as_floats(data, dtype=None, what="tensor") -> np.ndarray:
@@ -407,13 +407,13 @@ def primitive(function):
                     recorded = True
             else:
                 array = as_operand(a, dtype, op.name)
-            if type(array) is not kind or array.dtype != dtype:
+            if type(array) is not kind or array.dtype is not dtype:
                 array = _beside(array, like, op.name)
             arrays.append(array)
             parents.append(edge)
         out = function(*arrays, **kwargs)
         out = out if isinstance(out, np.ndarray) else as_array(out)
-        if out.dtype != dtype:  # only a keyword `dtype` lets a primitive change it
+        if out.dtype is not dtype:  # only a keyword `dtype` lets a primitive change it
             out = as_operand(out, kwargs.get("dtype", dtype), f"the result of {op.name}")
         own = out.base is None and out is not arrays[0] and out is not arrays[-1]
         version = [0] if own and len(arrays) < 3 else _version_of(out, args)
@@ -604,7 +604,7 @@ def _run_rules(root, seed, targets, create_graph, retain):
         for edge, needed, r in zip(node.parents, need, results, strict=True):
             if not needed or r is None:
                 continue
-            if type(r) is not type(g) or r.shape != edge.shape or r.dtype != edge.dtype:
+            if type(r) is not type(g) or r.shape != edge.shape or r.dtype is not edge.dtype:
                 r = _checked(r, edge, node.op.name)
             if (old := grads.get(edge)) is None:
                 grads[edge] = r
