@@ -254,7 +254,8 @@ class _Members(SparseTensor):
 
     def row_mean(self):
         """Return the mean of the stored entries of each row, shape (n_rows,); 0 of none."""
-        return self.sum(axis=1) / np.maximum(self.pattern.fan_in, 1).astype(self.dtype)
+        total, counts = self.sum(axis=1), np.maximum(self.pattern.fan_in, 1).astype(self.dtype)
+        return total / np.asarray(counts, like=raw(total))
 
     def row_max(self):
         """Return the largest stored entry of each row, shape (n_rows,); -inf of none.

@@ -100,10 +100,10 @@ def is_grad_enabled() -> bool:
 
 def as_dtype(dtype, what="dtype") -> np.dtype:
     """Return float32 or float64 in native byte order; anything else is a TypeError."""
-    dtype = np.dtype(dtype).newbyteorder("=")
-    if dtype not in (np.float32, np.float64):
+    dtype = np.dtype(dtype)
+    if dtype.type not in (np.float32, np.float64):
         raise TypeError(f"{what}: {dtype} is not supported; it takes float32 and float64")
-    return dtype
+    return np.dtype(dtype.type)  # the one object of it, which `is` finds
 
 
 def as_floats(data, dtype=None, what="tensor") -> np.ndarray:
@@ -111,9 +111,12 @@ def as_floats(data, dtype=None, what="tensor") -> np.ndarray:
 
     It begins at a cache line: a row that straddles two makes the products with it slower.
     """
-    array = np.asarray(data)
+    array = as_array(data)
     own = as_dtype(np.float64 if array.dtype.kind in "biu" else array.dtype, what)
-    memory = np.empty(array.size + 16, own if dtype is None else as_dtype(dtype))
+    own = own if dtype is None else as_dtype(dtype)
+    if not isinstance(array, np.ndarray):
+        return array.astype(own, order="C")
+    memory = np.empty(array.size + 16, own)
     memory = memory[-memory.ctypes.data % 64 // memory.itemsize :][: array.size]
     memory[:] = array.ravel()
     return memory.reshape(array.shape)
@@ -125,7 +128,8 @@ class Tensor(_Base):
     Attributes
     ----------
     data : ndarray
-        Read-only view of the numbers.  Assigning copies new numbers in, in place.
+        Read-only view of the numbers; a copy where they are on a GPU.  Assigning copies new
+        numbers in, in place.
     grad : ndarray or None
         Filled on leaves by :meth:`backward`: same shape and dtype, in memory of its own.
     requires_grad : bool
@@ -139,28 +143,27 @@ class Tensor(_Base):
     __slots__ = ("__weakref__", "_array", "_grad", "_node", "_requires_grad", "_version")
 
     def __init__(self, array, requires_grad=False, node=None, version=None):
-        self._array = array  # as it is: `tensor` copies and checks
-        self._requires_grad = requires_grad
-        self._grad = None
-        self._node = node
+        self._array, self._grad = array, None  # as it is: `tensor` copies and checks
+        self._requires_grad, self._node = requires_grad, node
         self._version = version or [0]  # belongs to the memory: views and detach() share it
 
     @property
     def data(self):
         """The array, as a read-only view; what is assigned is copied in."""
+        if not isinstance(self._array, np.ndarray):
+            return self._array.copy()  # who knows no read-only view gives a copy
         view = self._array.view()
         view.flags.writeable = False
         return view
 
     @data.setter
     def data(self, array):
-        array = raw(array)
-        if array.shape != self.shape:
+        if (array := raw(array)).shape != self.shape:
             raise ValueError(f"data of shape {array.shape} for a Tensor of shape {self.shape}")
         self._overwrite(..., array)
 
     def _overwrite(self, key, value):
-        self._array[key] = as_operand(raw(value), self.dtype, "data")
+        self._array[key] = np.asarray(as_operand(raw(value), self.dtype, "data"), like=self._array)
         self._version[0] += 1
 
     grad = property(attrgetter("_grad"), doc="The gradient of a leaf, or None.")
@@ -171,7 +174,7 @@ class Tensor(_Base):
             if self._node is not None:
                 raise ValueError("only leaves have a .grad; this is the result of an operation")
             if not hasattr(value, "to_dense") or hasattr(value, "__tensor__"):
-                value = as_operand(raw(value), self.dtype, "grad")
+                value = _beside(as_operand(raw(value), self.dtype, "grad"), self._array, "grad")
             if value.shape != self.shape:
                 raise ValueError(f"grad of shape {value.shape} for a Tensor of shape {self.shape}")
         self._grad = value
@@ -217,7 +220,7 @@ class Tensor(_Base):
         for leaf, g in leaves.items():
             if leaf._grad is not None:
                 g = leaf._grad + g
-            elif leaf not in owned and type(g) is np.ndarray:
+            elif leaf not in owned and not hasattr(g, "to_dense"):
                 g = g.copy()
             leaves[leaf] = np.asarray(g) if isinstance(g, np.generic) else g
         # One call, so that what interrupts it leaves all of them or none.
@@ -251,9 +254,15 @@ def tensor(data, *, requires_grad=False, dtype=None) -> Tensor:
     return Tensor(as_floats(data, dtype), bool(requires_grad))
 
 
+def as_array(x) -> np.ndarray:
+    """Return an array, of NumPy or on a GPU, as it is, and anything else as one of NumPy."""
+    elsewhere = hasattr(x, "__cuda_array_interface__") and hasattr(x, "__array_function__")
+    return x if elsewhere else np.asarray(x)
+
+
 def raw(x) -> np.ndarray:
     """Return the array under a Tensor, and anything else as an array."""
-    return x._array if isinstance(x, Tensor) else np.asarray(x)
+    return x._array if isinstance(x, Tensor) else as_array(x)
 
 
 # --------------------------------------------------------------------------------- primitives
@@ -285,8 +294,7 @@ class _Op:
     """What a primitive knows of its own signature and of its rule's."""
 
     def __init__(self, function):
-        self.name = function.__name__.strip("_")
-        self.rule = None
+        self.name, self.rule = function.__name__.strip("_"), None
         self.wants: list = []  # (kind, which, gradient served or None)
         params = list(inspect.signature(function).parameters.values())
         arrays = [p for p in params if p.kind is not p.KEYWORD_ONLY]
@@ -312,10 +320,8 @@ class _Op:
     def define(self, rule, serves):
         """Read off the rule's signature what has to be kept for it."""
         names = list(inspect.signature(rule).parameters)[2:]
-        unknown = [n for n in names if n not in self.offers] + [n for n in serves if n not in names]
-        if unknown:
-            known = [*self.offers]
-            raise TypeError(f"the rule of {self.name} asks for {unknown}; after g, need: {known}")
+        if unknown := [n for n in [*names, *serves] if n not in self.offers or n not in names]:
+            raise TypeError(f"rule of {self.name} asks for {unknown}; there are {[*self.offers]}")
         self.wants = [(*self.offers[name], serves.get(name)) for name in names]
         self.rule = rule
 
@@ -381,12 +387,12 @@ def primitive(function):
     def apply(*args, **kwargs):
         if len(args) != n_arrays and n_arrays is not None:
             args, kwargs = op.rebind(args, kwargs)
-        wrong = kwargs and [name for name, value in kwargs.items() if isinstance(value, Tensor)]
-        if wrong:
+        if wrong := kwargs and [n for n, value in kwargs.items() if isinstance(value, Tensor)]:
             raise TypeError(f"{op.name}: {', '.join(wrong)} is structure and cannot be a Tensor")
         for a in args:
             if isinstance(a, Tensor):
-                dtype = a._array.dtype
+                like = a._array
+                dtype, kind = like.dtype, type(like)
                 break
         else:
             return function(*map(_plain, args), **kwargs)
@@ -394,19 +400,20 @@ def primitive(function):
         recording, recorded, arrays, parents = _mode.get()[0], False, [], []
         for a in args:
             edge = None
-            if not isinstance(a, Tensor):
-                arrays.append(as_operand(a, dtype, op.name))
-            elif a._array.dtype != dtype:
-                raise TypeError(f"{op.name}: Tensors of {dtype} and {a.dtype}; use .astype on one")
-            else:
-                arrays.append(a._array)
+            if isinstance(a, Tensor):
+                array = a._array
                 if recording and a._requires_grad:
                     edge = a._node or a
                     recorded = True
+            else:
+                array = as_operand(a, dtype, op.name)
+            if type(array) is not kind or array.dtype is not dtype:
+                array = _beside(array, like, op.name)
+            arrays.append(array)
             parents.append(edge)
         out = function(*arrays, **kwargs)
-        out = out if isinstance(out, np.ndarray) else np.asarray(out)
-        if out.dtype != dtype:  # only a keyword `dtype` lets a primitive change it
+        out = out if isinstance(out, np.ndarray) else as_array(out)
+        if out.dtype is not dtype:  # only a keyword `dtype` lets a primitive change it
             out = as_operand(out, kwargs.get("dtype", dtype), f"the result of {op.name}")
         own = out.base is None and out is not arrays[0] and out is not arrays[-1]
         version = [0] if own and len(arrays) < 3 else _version_of(out, args)
@@ -446,19 +453,32 @@ def primitive(function):
 
 def _plain(a):
     """Bring an operand of a call without Tensors to an array of floats; numbers stay weak."""
-    a = a if isinstance(a, (np.ndarray, float, int)) else np.asarray(a)
-    return a.astype(np.float64) if isinstance(a, np.ndarray) and a.dtype.kind in "biu" else a
+    a = a if isinstance(a, (np.ndarray, np.floating, float, int)) else as_array(a)
+    return a.astype(np.float64) if getattr(a, "dtype", np.dtype(float)).kind in "biu" else a
 
 
 def as_operand(a, dtype, name) -> np.ndarray:
     """Bring a plain operand to the Tensors' dtype: the Tensor's wins."""
     if isinstance(a, np.ndarray) and a.dtype == dtype:
         return a
-    array = np.asarray(float(a) if isinstance(a, int) else a)  # an int may be too long for NumPy
+    array = as_array(float(a) if isinstance(a, int) else a)  # an int may be too long for NumPy
     if array.dtype.kind not in "biuf":
-        kind = f"{type(a).__name__} of dtype {array.dtype}"
-        raise TypeError(f"{name}: takes Tensors, real arrays and numbers, not a {kind}")
-    return array.astype(dtype)
+        raise TypeError(f"{name}: needs real numbers, not a {type(a).__name__} of {array.dtype}")
+    return array.astype(dtype, copy=False)
+
+
+def _beside(array, like, name):
+    """Return an operand that has the dtype of `like` and lives where it does, or raise.
+
+    A single number of NumPy's suits everywhere, as a scalar.
+    """
+    if array.dtype != like.dtype:
+        raise TypeError(f"{name}: Tensors of {like.dtype} and {array.dtype}; use .astype on one")
+    if (host := isinstance(array, np.ndarray)) is isinstance(like, np.ndarray):
+        return array
+    if host and array.ndim == 0:
+        return array[()]
+    raise TypeError(f"{name}: arrays on {like.device} and {array.device} do not mix: use .to(...)")
 
 
 def _version_of(out, args):
@@ -530,11 +550,10 @@ def grad(output, inputs, grad_output=None, *, create_graph=False, retain_graph=N
     def result(t, edge):
         g = found[edge] if edge in found else np.zeros_like(t._array)
         g = g.to_dense() if hasattr(g, "to_dense") else g
-        if isinstance(g, Tensor):
-            return g
-        if edge not in owned or sum(e is edge for e in edges) > 1:
-            g = np.array(g)
-        return Tensor(g) if create_graph else g
+        recorded = isinstance(g, Tensor)
+        if not recorded and (edge not in owned or sum(e is edge for e in edges) > 1):
+            g = g.copy(order="K")
+        return Tensor(g) if create_graph and not recorded else g
 
     results = tuple(result(t, edge) for t, edge in zip(targets, edges, strict=True))
     return results[0] if single else results
@@ -542,14 +561,13 @@ def grad(output, inputs, grad_output=None, *, create_graph=False, retain_graph=N
 
 def _seed(output, gradient, name, create_graph=False):
     """Check the cotangent a walk starts from, or make the 1 of a single element."""
-    if gradient is None:
-        if output.size != 1:
-            raise RuntimeError(f"an output of shape {output.shape} needs `{name}` of that shape")
-        gradient = np.ones_like(output._array)
+    if gradient is None and output.size != 1:
+        raise RuntimeError(f"an output of shape {output.shape} needs `{name}` of that shape")
     if not isinstance(gradient, Tensor):
-        gradient = Tensor(as_operand(gradient, output.dtype, name))
-    if gradient.dtype != output.dtype:
-        raise TypeError(f"{name} is {gradient.dtype}, the output {output.dtype}: use .astype")
+        gradient = np.ones_like(output._array) if gradient is None else gradient
+        gradient = _beside(as_operand(gradient, output.dtype, name), output._array, name)
+        gradient = Tensor(np.asarray(gradient, like=output._array))
+    _beside(gradient._array, output._array, name)
     if gradient.shape != output.shape:
         raise ValueError(f"{name} has shape {gradient.shape}, the output {output.shape}")
     return gradient if create_graph else gradient._array
@@ -570,8 +588,7 @@ def _run_rules(root, seed, targets, create_graph, retain):
     _mode.set((create_graph, None))
     grads, owned = {root: seed}, set()
     for node, need in _plan(root, targets):
-        g = grads.pop(node, None)
-        if g is None:
+        if (g := grads.pop(node, None)) is None:
             continue
         if targets is not None and node in targets:
             grads[node] = g
@@ -582,20 +599,18 @@ def _run_rules(root, seed, targets, create_graph, retain):
             error.add_note(f"(while running the gradient rule of {node.op.name})")
             raise
         results = results if type(results) is tuple else (results,)
-        if len(results) != len(need):
-            wrong = f"{len(results)} gradients for {len(need)} operands"
-            raise RuntimeError(f"the rule of {node.op.name} returned {wrong}")
+        if (n := len(results)) != len(need):
+            raise RuntimeError(f"the rule of {node.op.name} returned {n} gradients for {len(need)}")
         for edge, needed, r in zip(node.parents, need, results, strict=True):
             if not needed or r is None:
                 continue
-            if type(r) is not type(g) or r.shape != edge.shape or r.dtype != edge.dtype:
+            if type(r) is not type(g) or r.shape != edge.shape or r.dtype is not edge.dtype:
                 r = _checked(r, edge, node.op.name)
-            old = grads.get(edge)
-            if old is None:
+            if (old := grads.get(edge)) is None:
                 grads[edge] = r
                 if type(edge) is Tensor and _is_new(r, g, saved, results):
                     owned.add(edge)
-            elif edge in owned and type(old) is type(r) is np.ndarray:
+            elif edge in owned and type(old) is type(r) is type(g) is not Tensor:
                 np.add(old, r, out=old)
             else:
                 total = old + r
@@ -629,7 +644,7 @@ def _plan(root, targets):
         for version, then, serves in node.guards:
             if version[0] != then and (serves is None or need[serves]):
                 raise RuntimeError(
-                    f"a Tensor that {node.op.name} saved was changed in place: run backward first"
+                    f"what {node.op.name} saved was changed in place: run backward first"
                 )
         if node.op.rule is None:
             raise RuntimeError(f"{node.op.name} has no gradient rule: define one with .vjp")
@@ -643,10 +658,8 @@ def _as_tensors(node):
 
     def attach(array, edge):
         version = next(versions)  # guards stand in the order of what was saved
-        if type(edge) is Tensor:
-            return edge
-        if edge is None and version is _UNWATCHED:
-            return array
+        if type(edge) is Tensor or (edge is None and version is _UNWATCHED):
+            return array if edge is None else edge
         return Tensor(array, edge is not None, edge, version)
 
     saved = list(node.saved)
@@ -664,9 +677,8 @@ def _checked(r, edge, name):
         r = r if type(edge) is Tensor else r.to_dense()
     elif not (is_grad_enabled() and isinstance(r, Tensor)):
         r = as_operand(raw(r), edge.dtype, f"the rule of {name}")
-    if r.shape != edge.shape:
-        wrong = f"a gradient of shape {r.shape} for an operand of shape {edge.shape}"
-        raise RuntimeError(f"the rule of {name} returned {wrong}")
+    if (got := r.shape) != edge.shape:
+        raise RuntimeError(f"rule of {name} returned a gradient of shape {got} for {edge.shape}")
     return r if r.dtype == edge.dtype else r.astype(edge.dtype)
 
 
@@ -677,4 +689,4 @@ def _is_new(r, g, saved, results):
     """
     others = [g, *results, *saved, *(a for s in saved if type(s) is list for a in s)]
     seen = [o for o in others if r is o or r is getattr(o, "base", None)]
-    return type(r) is np.ndarray and not isinstance(r.base, np.ndarray) and len(seen) == 1
+    return type(r) is type(g) is not Tensor and not isinstance(r.base, type(r)) and len(seen) == 1

@@ -182,11 +182,11 @@ def jacobian(f, x):
            [3., 2.]])
     """
     y, (leaf,) = _evaluate(f, (x,), "jacobian")
-    rows = np.empty((y.size, *leaf.shape), y.dtype)
+    rows = np.empty((y.size, *leaf.shape), y.dtype, like=raw(y))
     for i in range(y.size):
-        one = np.zeros_like(y.data)
-        one.flat[i] = 1
-        rows[i] = grad(y, leaf, one, retain_graph=True)
+        one = np.zeros(y.size, y.dtype, like=raw(y))
+        one[i] = 1
+        rows[i] = grad(y, leaf, one.reshape(y.shape), retain_graph=True)
     return rows.reshape(y.shape + leaf.shape)
 
 

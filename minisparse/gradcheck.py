@@ -68,9 +68,11 @@ def gradcheck(f, inputs, *, order=1, eps=None, rtol=None, atol=None, rng=0) -> b
 
     def run(*arrays):
         leaves = [tensor(a, requires_grad=True) for a in arrays]
-        pairs = zip(inputs, leaves, strict=True)
+        pairs = [
+            (x, y.to(getattr(x, "device", "cpu"))) for x, y in zip(inputs, leaves, strict=True)
+        ]
         given = [x._with_leaf(y) if isinstance(x, SparseTensor) else y for x, y in pairs]
-        return leaves, _outputs(f(*given))
+        return leaves, [y.to("cpu") for y in _outputs(f(*given))]
 
     with enable_grad():
         for level in range(1, order + 1):
@@ -86,7 +88,7 @@ def _numbers(i, x):
         x = x.free if isinstance(x, SparseParameter) else x.values
     if not isinstance(x, (Tensor, np.ndarray, np.generic)):
         raise TypeError(f"gradcheck: input {i} is a {type(x).__name__}, not a Tensor")
-    numbers = np.array(raw(x))
+    numbers = np.array(raw(x.detach().to("cpu") if isinstance(x, Tensor) else x))
     if numbers.dtype != np.float64:
         what = f"{numbers.dtype}, in which differences are mostly rounding"
         raise TypeError(f"gradcheck: input {i} is {what}; pass it .astype(np.float64)")

@@ -36,7 +36,7 @@ def _factorised(S, values):
         pattern = S.pattern
         try:
             order = "MMD_AT_PLUS_A" if pattern == pattern.T else "COLAMD"
-            factor = splu(pattern.to_scipy(values.data).T, order)
+            factor = splu(pattern.to_scipy(values.numpy()).T, order)
         except RuntimeError as error:
             what = f"{S!r} is singular, or holds NaN or infinity"
             raise np.linalg.LinAlgError(f"spsolve: {error}: {what}") from None

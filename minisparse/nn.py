@@ -98,6 +98,24 @@ class Module:
         """Put this module and those below into evaluation mode; return it."""
         return self.train(False)
 
+    def to(self, device):
+        """Bring every Tensor below, with its gradient, to "cpu" or "cuda" in place; return self.
+
+        Random numbers are drawn on the CPU and then moved: the same ones everywhere.
+        """
+        moved = []  # all of them, before anything changes
+        for _, thing in self._walk():
+            leaf = isinstance(thing, Tensor) and thing._node is None
+            names = ("_array", "_grad") if leaf else ("_base",) * isinstance(thing, SparseParameter)
+            for name in names:
+                if (part := getattr(thing, name)) is not None:
+                    part = part.to(device) if hasattr(part, "to") else ops.to(part, device=device)
+                    moved.append((thing, name, part))
+        for thing, name, part in moved:
+            setattr(thing, name, part)
+            getattr(thing, "_version", [0])[0] += 1
+        return self
+
     def state_dict(self) -> dict:
         """Return a copy of all parameters and of the state of random generators, by name.
 
@@ -179,13 +197,14 @@ def _parts(thing):
 def _state(p):
     if isinstance(p, np.random.Generator):
         return p.bit_generator.state
+    numbers = _leaf(p).detach().to("cpu").data.copy()
     if isinstance(p, Tensor):
-        return p.data.copy()
-    state = {"pattern": p.pattern, "free": p.free.data.copy()}
+        return numbers
+    state = {"pattern": p.pattern, "free": numbers}
     if p._index_map is not None:
         state["ties"] = np.array(p._index_map.index)
     if p._base is not None:
-        state["constants"] = p._base[p._index_map.index < 0]
+        state["constants"] = ops.to(p._base, device="cpu")[p._index_map.index < 0]
     return state
 
 
@@ -451,7 +470,8 @@ class Dropout(Module):
             return x
         x = x if isinstance(x, Tensor) else as_floats(x)
         mask = np.empty_like(raw(x))  # in the memory order of x
-        mask[...] = self.rng.random(x.shape, dtype=np.float32) >= self.p
+        kept = self.rng.random(x.shape, dtype=np.float32) >= self.p
+        mask[...] = np.asarray(kept, like=mask)
         return ops.multiply(x, mask / max(1 - self.p, np.finfo(mask.dtype).tiny))
 
 

@@ -85,7 +85,10 @@ class Optimizer:
         if p not in self._state:
             zeros = _thin_zeros if hasattr(p.grad, "rows") else _zeros
             self._state[p] = self._new_state(p._array, zeros)
-        return self._state[p]
+        state, device = self._state[p], kernels.device_of(p._array)
+        for key in state.keys() - {"step"}:
+            state[key] = kernels.moved(state[key], device)  # itself, if the parameter has not moved
+        return state
 
     def _update(self, array, g, state, group):
         """Change `array`, and the arrays and the step of `state`, in place."""
@@ -176,7 +179,7 @@ class Optimizer:
                 if value.shape != start.shape or value.dtype.kind != start.dtype.kind:
                     wrong = f"{value.dtype} of shape {value.shape}, not {start.dtype} {start.shape}"
                     raise ValueError(f"{name}: {key} of parameter {i} is {wrong}")
-                fresh[key] = value.astype(start.dtype, order="C")
+                fresh[key] = np.asarray(value.astype(start.dtype, order="C"), like=start)
             if fresh.get("step", 0) < 0:
                 raise ValueError(f"{name}: step of parameter {i} is {fresh['step']}")
             loaded[leaves[i]] = fresh
@@ -189,12 +192,12 @@ def _write(whole, at, parts):
 
 
 def _zeros(p):
-    return np.zeros(p.shape, p.dtype)
+    return np.zeros(p.shape, p.dtype, like=p)
 
 
 def _thin_zeros(p):
     """Return zeros in small pages, each there once it is touched; NumPy asks for huge ones."""
-    if p.nbytes < 1 << 22 or not hasattr(mmap, "MADV_NOHUGEPAGE"):
+    if p.nbytes < 1 << 22 or not (isinstance(p, np.ndarray) and hasattr(mmap, "MADV_NOHUGEPAGE")):
         return _zeros(p)
     memory = mmap.mmap(-1, p.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_NOHUGEPAGE)
@@ -212,6 +215,7 @@ def _options(entries):
 def _copied(entries):
     """Copy numbers, and arrays and tuples as arrays; the array that holds the step is a number."""
     own = {k: v.item() if k == "step" else v for k, v in entries.items() if k != "params"}
+    own = {k: kernels.moved(v, "cpu") for k, v in own.items()}
     return {k: np.array(v) if isinstance(v, (tuple, np.ndarray)) else v for k, v in own.items()}
 
 

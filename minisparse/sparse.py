@@ -184,7 +184,7 @@ sample.vjp(lambda g, need, pattern: spread(g, pattern=pattern))
 def spread(values, *, pattern):
     """Return the dense matrix with `values` at `pattern` and zeros elsewhere."""
     _check_shape("to_dense: values", values, pattern.nnz)
-    out = np.zeros_like(values, shape=pattern.shape)
+    out = np.zeros(pattern.shape, values.dtype, like=values)
     out[pattern.rows, pattern.indices] = values
     return out
 
@@ -277,6 +277,7 @@ class SparseTensor(_Base):
     shape = property(attrgetter("pattern.shape"), doc="(n_rows, n_cols).")
     nnz = property(attrgetter("pattern.nnz"), doc="The number of stored entries.")
     dtype = property(attrgetter("values.dtype"), doc="numpy.float32 or numpy.float64.")
+    device = property(lambda self: self._operand()[0].device, doc='"cpu" or "cuda".')
     T = property(lambda self: _Transposed(self), doc="The transpose, as a view.")
 
     @property
@@ -308,9 +309,13 @@ class SparseTensor(_Base):
         """Return it in float32 or float64, differentiably."""
         return self.with_values(self.values.astype(dtype))
 
+    def to(self, device):
+        """Return it with its values on "cpu" or "cuda", differentiably; itself if they are."""
+        return self if self.device == device else self.with_values(self.values.to(device))
+
     def to_scipy(self):
         """Return a copy as ``scipy.sparse.csr_array``."""
-        return self.pattern.to_scipy(self.values.data)
+        return self.pattern.to_scipy(self.values.numpy())
 
     def to_dense(self):
         """Return the dense matrix as a Tensor of shape (n_rows, n_cols), differentiably."""
@@ -407,9 +412,11 @@ def is_sparse(x):
 
 
 def as_sparse(A, other):
-    """Return a sparse operand as a SparseTensor; a SciPy matrix takes the dtype of `other`."""
-    dtype = other.dtype if isinstance(other, _OURS) else None
-    return A if isinstance(A, SparseTensor) else SparseTensor.from_scipy(A, dtype=dtype)
+    """Return a sparse operand as a SparseTensor; SciPy's takes dtype and device of `other`."""
+    if isinstance(A, SparseTensor):
+        return A
+    dtype, device = (other.dtype, other.device) if isinstance(other, _OURS) else (None, "cpu")
+    return SparseTensor.from_scipy(A, dtype=dtype).to(device)
 
 
 def matmul(x, y):
@@ -466,7 +473,7 @@ def matmul(x, y):
 def _sparse_dense(S, x):
     """Return ``S X`` for X of one, two or more dimensions."""
     values, pattern, transpose = S._operand()
-    x = x if isinstance(x, Tensor) else np.asarray(x)
+    x = x if isinstance(x, Tensor) else raw(x)
     if x.ndim < 3:
         return spmm(values, x, pattern=pattern, transpose=transpose)
     *lead, rows, k = x.shape
@@ -523,7 +530,7 @@ def _scaled(S, d):
     if (d_rows, d_cols) == S.shape:
         factor = sample(ops.reshape(d, shape=S.shape), pattern=S.pattern)
         return S.with_values(S.values * factor)
-    flat = ops.ravel(d)  # one number for all, for each row, or for each column
+    flat = ops.ravel(d) if d.ndim else d  # one number for all, for each row, or for each column
     if d.size == 1:
         return S.with_values(S.values * flat)
     return S.scale(rows=flat) if d_cols == 1 else S.scale(cols=flat)
@@ -707,7 +714,8 @@ class SparseParameter(SparseTensor):
         if not 0 <= keep <= most:
             raise ValueError(f"prune: keep={keep} is not between 0 and {most}")
         n = round(float(keep) * self.nnz) if fraction else operator.index(keep)
-        kept = np.sort(np.argsort(-np.abs(self.values.data), kind="stable")[:n])
+        kept = np.argsort(-np.abs(self.values.detach().to("cpu").data), kind="stable")
+        kept = np.sort(kept[:n])
         p = self.pattern
         pattern = Pattern.from_coords(p.rows[kept], p.indices[kept], p.shape)
         index = np.arange(self.nnz) if self._index_map is None else self._index_map.index
@@ -730,7 +738,8 @@ class SparseParameter(SparseTensor):
         state = (self.free._version[0], is_grad_enabled(), self.free.requires_grad)
         if self._cache is None or self._cache[0] != state:
             values = gather(self.free, index_map=self._index_map, base=self._base)
-            values._array.flags.writeable = False  # the way in is `free`
+            if values.device == "cpu":
+                values._array.flags.writeable = False  # the way in is `free`
             self._cache = state, values
         return self._cache[1]
 
@@ -739,6 +748,14 @@ class SparseParameter(SparseTensor):
 
     def _with_leaf(self, leaf):
         return _rebuild_parameter(self.pattern, leaf, self._index_map, self._base)
+
+    def to(self, device):
+        """Return a new parameter on "cpu" or "cuda"; itself if it is there."""
+        if self.device == device:
+            return self
+        other = self._with_leaf(Tensor(kernels.moved(self.free._array, device), True))
+        other._base = None if self._base is None else kernels.moved(self._base, device)
+        return other
 
     def _no_place(self, other):
         raise TypeError("a SparseParameter changes through W.free: W.free -= ... under no_grad")

@@ -18,6 +18,7 @@ import scipy.special
 import minisparse as ms
 from minisparse import algebra, linalg, ops
 from minisparse import sparse as mss
+from minisparse.engine import raw
 from minisparse.pattern import IndexMap
 
 RNG = np.random.default_rng(7)
@@ -425,6 +426,14 @@ TABLE: list[Row] = [
         (ops.shapes.astype,),
         ((TypeError, lambda: ms.tensor([1.0]).astype(np.float16)),),
     ),
+    Row(
+        "to",
+        lambda x: ops.to(x, device="cpu", back="cpu"),
+        lambda x: x,
+        (normal(3),),
+        (ops.to,),
+        ((ValueError, lambda: ms.tensor([1.0]).to("tpu")),),
+    ),
     # ---------------------------------------------------------------------- sparse with sparse
     *(
         Row(
@@ -732,7 +741,7 @@ TABLE: list[Row] = [
     ),
     Row(
         "gather",
-        lambda x: mss.gather(x, index_map=MAP, base=BASE.astype(x.dtype)),
+        lambda x: mss.gather(x, index_map=MAP, base=np.asarray(BASE, x.dtype, like=raw(x))),
         lambda x: np.array([x[2], -0.0, x[0], x[0], x[3]]),
         (normal(4),),
         (mss.gather,),

@@ -106,6 +106,29 @@ spgemm, spgemm_dot = map(_door, (reference.spgemm, reference.spgemm_dot))
 sgd, adam, contiguous = map(_door, (reference.sgd, reference.adam, reference.contiguous))
 
 
+def add_at(out, key, x):
+    """Add `x` to ``out[key]`` in place; a place that the key names twice gets both."""
+    np.add.at(out, key, x) if isinstance(out, np.ndarray) else _kernels(out).add_at(out, key, x)
+
+
+def device_of(array):
+    """Return "cuda" for an array on a GPU, "cpu" for anything else."""
+    return "cuda" if hasattr(array, "__cuda_array_interface__") else "cpu"
+
+
+def moved(array, device):
+    """Return an array on "cpu" or "cuda": itself where it is there already."""
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"to: device {device!r} is neither 'cpu' nor 'cuda'")
+    if device_of(array) == device:
+        return array
+    if device == "cpu":
+        return array.get()
+    import cupy
+
+    return cupy.asarray(array)
+
+
 @contextlib.contextmanager
 def backend(name):
     """Choose the backend for NumPy arrays in this thread or async task, as a context manager.

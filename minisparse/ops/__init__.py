@@ -8,13 +8,14 @@ import inspect
 
 import numpy as np
 
+from .. import kernels
 from ..engine import Tensor, as_dtype, is_grad_enabled, raw, tensor
 from . import elementwise, products, reductions, shapes
 from .elementwise import *
 from .products import *
 from .reductions import *
 from .shapes import *
-from .shapes import astype
+from .shapes import astype, to
 
 __all__ = [*elementwise.__all__, *products.__all__, *reductions.__all__, *shapes.__all__]
 
@@ -40,7 +41,7 @@ _PLAIN = {
 def _plain(value):
     """Replace the Tensors in a call's arguments by their numbers."""
     if isinstance(value, Tensor):
-        return value.data
+        return value._array
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(v) for v in value)
     return value
@@ -74,6 +75,7 @@ class _Members:
     """What a Tensor answers to Python's operators and built-ins and to NumPy; bound to it below."""
 
     T = property(lambda self: transpose(self), doc="The axes in reverse order.")
+    device = property(lambda self: kernels.device_of(self._array), doc='"cpu" or "cuda".')
     sum, mean, var, std, max, min = sum, mean, var, std, max, min
     clip, ravel, squeeze, dot, take = clip, ravel, squeeze, dot, take
     __neg__, __abs__, __getitem__, __hash__ = negative, absolute, getitem, object.__hash__
@@ -86,7 +88,13 @@ class _Members:
 
     def numpy(self):
         """Return the numbers as a read-only NumPy view that is not differentiated."""
+        if self.device != "cpu":
+            raise TypeError(f'a Tensor on {self.device} is no NumPy array: use .to("cpu") first')
         return self.data
+
+    def to(self, device):
+        """Return it on "cpu" or "cuda", itself where it is there; its gradient comes back."""
+        return self if self.device == device else to(self, device=device, back=self.device)
 
     def astype(self, dtype):
         """Return it in float32 or float64; the gradient comes back in this dtype."""
@@ -159,7 +167,7 @@ class _Members:
                 "lost: use t.numpy() for the numbers, ms.matmul(A, t) or ms.multiply(A, t) to "
                 "combine it with a SciPy matrix or an array, ms.stack to join a list of Tensors"
             )
-        return np.array(self.data, dtype=dtype, copy=copy)
+        return np.array(self.numpy(), dtype=dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
         if method != "__call__":

@@ -7,7 +7,7 @@ import operator
 
 import numpy as np
 
-from ..engine import primitive, raw
+from ..engine import Tensor, primitive, raw
 from ..kernels import gate
 from .shapes import fold
 
@@ -250,7 +250,7 @@ softplus.vjp(lambda g, need, x: g * sigmoid(x))
 @primitive
 def relu(x):
     """Return ``max(x, 0)``; the gradient at 0 is 0."""
-    return _gated(np.asarray(x), np.asarray(x))
+    return _gated(raw(x), raw(x))
 
 
 # What is recorded keeps the condition, and nobody watches it: it gets an array of its own.
@@ -343,7 +343,8 @@ def where(condition, x, y):
     >>> x.grad
     array([0. , 0.5])
     """
-    return _where(x, y, condition=np.array(raw(condition), dtype=bool))  # a copy
+    like = raw(x if isinstance(x, Tensor) or np.ndim(x) else y)  # lives where a copy has to
+    return _where(x, y, condition=np.asarray(raw(condition).astype(bool), like=like))
 
 
 def _shared(better):
@@ -383,7 +384,7 @@ def clip(x, *, a_min=None, a_max=None):
 
 @clip.vjp
 def _(g, need, x, x_shape, a_min, a_max):
-    inside = np.ones(g.shape, dtype=bool)
+    inside = np.ones_like(raw(g), dtype=bool)
     if a_min is not None:
         inside &= x >= a_min
     if a_max is not None:

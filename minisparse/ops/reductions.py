@@ -91,8 +91,8 @@ min.vjp(_to_best)
 
 def _top(x, axis):
     """Return the largest entries, kept, with 0 for -inf: what exponents are taken from."""
-    top = np.max(x, axis=axis, keepdims=True, initial=-np.inf)
-    return np.where(top == -np.inf, np.zeros((), top.dtype), top)
+    top = (np.max if x.size else np.sum)(x, axis=axis, keepdims=True)
+    return np.where(top == -np.inf, top.dtype.type(0), top)
 
 
 @primitive

@@ -7,6 +7,7 @@ import copy
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
 
+from .. import kernels
 from ..engine import Tensor, as_operand, primitive, raw
 
 __all__ = [
@@ -98,6 +99,15 @@ def astype(x, *, dtype):
 astype.vjp(lambda g, need: g)  # the engine brings every gradient to its operand's dtype
 
 
+@primitive
+def to(x, *, device, back=None):
+    """Bring `x` to "cpu" or "cuda"; the gradient goes `back` to where `x` came from."""
+    return kernels.moved(x, device)
+
+
+to.vjp(lambda g, need, device, back: to(g, device=back, back=device))
+
+
 # ---------------------------------------------------------------------------- joining and splitting
 
 
@@ -166,7 +176,7 @@ def _own(key):
         return tuple(_own(k) for k in key)
     if isinstance(key, Tensor):
         raise TypeError("getitem: a Tensor is not an index; use an array of integers or booleans")
-    return np.array(key) if isinstance(key, (list, np.ndarray)) else key
+    return np.array(key) if isinstance(key, list) else copy.copy(key)
 
 
 @primitive
@@ -180,11 +190,11 @@ _getitem.vjp(lambda g, need, key, x_shape: scatter(g, key=key, shape=x_shape))
 @primitive
 def scatter(x, *, key, shape):
     """Add `x` into zeros of `shape` at ``[key]``: the adjoint of indexing."""
-    out = np.zeros_like(x, shape=shape)
+    out = np.zeros(shape, x.dtype, like=x)
     if _basic(key):
         out[key] = x
     else:
-        np.add.at(out, key, x)
+        kernels.add_at(out, key, x)
     return out
 
 
@@ -226,8 +236,8 @@ class RowGrad:
         order = np.argsort(rows, kind="stable")
         rows = rows[order]
         first = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])[: len(rows)])
-        self.rows, self.values = rows[first], np.add.reduceat(values[order], first, axis=0)
-        self.shape, self.dtype = tuple(shape), values.dtype
+        self.values = np.add.reduceat(values[order], np.asarray(first, like=values), axis=0)
+        self.rows, self.shape, self.dtype = rows[first], tuple(shape), values.dtype
 
     __array_ufunc__ = None  # array + self comes to __radd__
 
@@ -235,7 +245,7 @@ class RowGrad:
         if isinstance(other, RowGrad):
             rows = np.append(self.rows, other.rows)
             return RowGrad(rows, np.concatenate([self.values, other.values]), self.shape)
-        out = np.array(other)
+        out = raw(other).copy()
         out[self.rows] += self.values
         return out
 
@@ -248,7 +258,11 @@ class RowGrad:
 
     def to_dense(self):
         """Return the whole gradient as an array."""
-        return self + np.zeros_like(self.values, shape=self.shape)
+        return self + np.zeros(self.shape, self.dtype, like=self.values)
+
+    def to(self, device):
+        """Return it with its values on "cpu" or "cuda"."""
+        return RowGrad(self.rows, kernels.moved(self.values, device), self.shape)
 
     def __repr__(self):
         return f"RowGrad(rows={len(self.rows)}, shape={self.shape}, dtype={self.dtype})"
@@ -282,12 +296,12 @@ def take(x, indices, axis=None):
 
 def indices_of(indices, name, n=None, lowest=0):
     """Copy integer indices, from `lowest` to n - 1 if n is given: the caller may change his."""
-    indices = np.array(indices)
+    indices = raw(indices)
     if indices.dtype.kind not in "iu" and indices.size:
         raise TypeError(f"{name}: indices of dtype {indices.dtype}; it takes integers")
     if n is not None and indices.size and not lowest <= indices.min() <= indices.max() < n:
         raise IndexError(f"{name}: from {indices.min()} to {indices.max()}, there are {n}")
-    return indices.astype(np.intp, copy=False)
+    return indices.astype(np.intp)
 
 
 def take_along_axis(x, indices, axis=-1):
