@@ -51,6 +51,17 @@ class Plan:
         self.derived = {}
 
 
+def derived(derive):
+    """Let a function of a plan run once for each plan, which keeps what it returns."""
+
+    def kept(plan):
+        if derive not in plan.derived:
+            plan.derived[derive] = derive(plan)
+        return plan.derived[derive]
+
+    return functools.wraps(derive)(kept)
+
+
 _born = os.getpid()  # the process that imported this module: perhaps a forebear of the present one
 # Held across a fork, so that the child finds none taken by a thread that it does not have: one for
 # the import of the compiled kernels, which add Numba's.
@@ -81,9 +92,11 @@ def _compiled():
 
 def _kernels(array):
     """Return the module of kernels for the class of `array`: the one place that chooses."""
-    if not isinstance(array, np.ndarray):
-        raise TypeError(f"kernels take NumPy arrays, not {type(array).__name__}")
-    return _compiled() if _backend.get() == "cpu" else reference
+    if isinstance(array, np.ndarray):
+        return _compiled() if _backend.get() == "cpu" else reference
+    if device_of(array) == "cuda":
+        return cuda
+    raise TypeError(f"kernels take arrays of NumPy and CuPy, not {type(array).__name__}")
 
 
 def _door(definition):
@@ -104,6 +117,8 @@ gather, segment_sum, gate = map(_door, (reference.gather, reference.segment_sum,
 row_max, row_softmax = map(_door, (reference.row_max, reference.row_softmax))
 spgemm, spgemm_dot = map(_door, (reference.spgemm, reference.spgemm_dot))
 sgd, adam, contiguous = map(_door, (reference.sgd, reference.adam, reference.contiguous))
+
+from . import cuda  # noqa: E402 - it needs what is above
 
 
 def add_at(out, key, x):

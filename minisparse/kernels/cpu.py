@@ -25,7 +25,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic, models, overload, register_model
 from numba.np.ufunc import parallel as numba_parallel
 
-from . import Plan, _born, _fork_locks, get_num_threads, reference
+from . import Plan, _born, _fork_locks, derived, get_num_threads, reference
 from .memory import empty
 
 # ---------------------------------------------------------------------------------------------
@@ -732,20 +732,20 @@ def _ahead(x):
     return AHEAD // max(1, min(4, lines)) if x[:1].nbytes > CACHE // 2 else 0
 
 
+@derived
 def _giants(plan):
     """The rows to sum in pieces, the bounds of the pieces, and which are the first ones.
 
     What lies between two giant rows is a piece as well.
     """
-    if "giants" not in plan.derived:
-        rows = np.flatnonzero(np.diff(plan.indptr) > 2 * SPLIT)
-        ends = plan.indptr[np.column_stack((rows, rows + 1))]
-        bounds = (np.append(np.arange(a, b, SPLIT), b) for a, b in ends)
-        ptr = np.concatenate([rows[:0], *bounds]).astype(plan.indptr.dtype)
-        plan.derived["giants"] = rows, ptr, np.searchsorted(ptr, ends.ravel())[:-1]
-    return plan.derived["giants"]
+    rows = np.flatnonzero(np.diff(plan.indptr) > 2 * SPLIT)
+    ends = plan.indptr[np.column_stack((rows, rows + 1))]
+    bounds = (np.append(np.arange(a, b, SPLIT), b) for a, b in ends)
+    ptr = np.concatenate([rows[:0], *bounds]).astype(plan.indptr.dtype)
+    return rows, ptr, np.searchsorted(ptr, ends.ravel())[:-1]
 
 
+@derived
 def _steps(plan):
     """The permutation of the values in two steps, (far, near) with ``far[perm] == near``.
 
@@ -754,25 +754,28 @@ def _steps(plan):
     along in streams, the second stays in a block: both are kind to caches. `far` is empty where
     one step is enough; so is `near` where nothing is permuted.
     """
-    if "steps" not in plan.derived:
-        far, near = plan.indices[:0], plan.indices[:0] if plan.perm is None else plan.perm
-        if len(near) > DIRECT:
-            far, block = np.empty_like(near), np.empty(plan.nnz, np.uint16)  # sorted by radix
-            block[near] = np.arange(plan.nnz) // max(BLOCK, plan.nnz >> 8)  # at most 257 streams
-            far[np.argsort(block, kind="stable")] = np.arange(plan.nnz)
-            near = far[near]
-        plan.derived["steps"] = far, near
-    return plan.derived["steps"]
+    far, near = plan.indices[:0], plan.indices[:0] if plan.perm is None else plan.perm
+    if len(near) > DIRECT:
+        far, block = np.empty_like(near), np.empty(plan.nnz, np.uint16)  # sorted by radix
+        block[near] = np.arange(plan.nnz) // max(BLOCK, plan.nnz >> 8)  # at most 257 streams
+        far[np.argsort(block, kind="stable")] = np.arange(plan.nnz)
+        near = far[near]
+    return far, near
+
+
+@derived
+def _home(plan):
+    """The inverse of the near step, since to gather is faster than to scatter."""
+    home = np.empty_like(_steps(plan)[1])
+    home[_steps(plan)[1]] = np.arange(plan.nnz)
+    return home
 
 
 def _in_order(plan, dots, near_done=False):
     """Bring numbers from the order of the plan's entries into that of its values."""
     far, near = _steps(plan)
     if len(near) and not near_done:
-        if "home" not in plan.derived:  # to gather is faster than to scatter
-            home = plan.derived["home"] = np.empty_like(near)
-            home[near] = np.arange(len(near))
-        dots = gather(dots, plan.derived["home"])
+        dots = gather(dots, _home(plan))
     return gather(dots, far) if len(far) else dots
 
 

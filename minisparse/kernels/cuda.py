@@ -15,18 +15,16 @@ import functools
 import math
 import weakref
 
-import numba
 import numpy as np
 
-from . import reference
+from . import derived, reference
 
 cuda = None  # numba.cuda, once `_kernel` has run: kernels look for it among their globals
 
 BLOCK = 128  # threads of a block
 BLOCKS = 128  # a launch has at least so many; of fewer Numba warns that they keep no GPU busy
 MOST_BLOCKS = 1 << 16  # beyond so many, a thread of `run` does several rows
-FULL = 1 << 18  # so many threads keep a large GPU busy
-SPLIT = 256  # rows of more entries may be cut into pieces
+SPLIT = 256  # rows of more entries are summed in pieces of so many
 EACH = 8  # entries that a group of threads of sddmm takes
 SUMS = BLOCK * EACH * 3 // 2  # what a block of sddmm has to add up, with gaps
 
@@ -92,6 +90,8 @@ def _argument(a):
         return a
     if not isinstance(a, np.ndarray):
         return cuda.as_cuda_array(a, sync=False)  # waits for no other stream
+    if a.dtype.kind == "f":
+        raise TypeError("an array of numbers on the cpu among those on cuda: use .to(...)")
     if id(a) not in _copies:
         import cupy
 
@@ -102,8 +102,8 @@ def _argument(a):
 
 
 def _launch(kernel, grid, block, *args):
-    """Launch `kernel` on CuPy's current stream; the last of `args` is a tuple with arrays."""
-    if numba.config.ENABLE_CUDASIM:
+    """Launch `kernel` on CuPy's current stream; the last of `args` is a tuple, an array first."""
+    if isinstance(args[-1][0], np.ndarray):  # in the simulator
         return kernel[grid, block](*args)
     import cupy
 
@@ -128,8 +128,15 @@ def run(body, n, *args, new=None, **hints):
     return args[0]
 
 
+def _run_adam(body, n, p, m, v, count, *args, **hints):
+    """Run the body of `adam`: the count of steps stays on the host, what the body writes is lost."""
+    run(body, n, p, m, v, np.empty_like(p, shape=1, dtype=count.dtype), *args)
+    count += 1
+
+
 _shared = (functools.partial(kernel, run=run) for kernel in reference.SHARED)
-gather, segment_sum, gate, row_max, row_softmax, _, _, sgd, adam = _shared
+gather, segment_sum, gate, row_max, row_softmax, _, _, sgd, _ = _shared
+adam = functools.partial(reference.adam, run=_run_adam)
 
 
 def contiguous(x):
@@ -137,136 +144,77 @@ def contiguous(x):
     return x if x.flags.c_contiguous else x.copy()
 
 
-def _once(derive):
-    """Let a function of a plan run once for each."""
-
-    def kept(plan):
-        if derive not in plan.derived:
-            plan.derived[derive] = derive(plan)
-        return plan.derived[derive]
-
-    return functools.wraps(derive)(kept)
-
-
-@_once
+@derived
 def _perm(plan):
     """Return the perm, or what stands for none in kernels."""
     return plan.indices[:0] if plan.perm is None else plan.perm
+
+
+@derived
+def _rows(plan):
+    """Return the row of each entry."""
+    return np.repeat(np.arange(plan.n_rows, dtype=plan.indices.dtype), np.diff(plan.indptr))
 
 
 # ---------------------------------------------------------------------------------------------
 # Products with a dense matrix
 
 
-@functools.cache
-def _spmm(width):
-    """Make the body of spmm whose threads keep `width` sums each in registers.
+def _spmm(first, bound, out, values, x, bias, cut, target, indices, perm, k):
+    """Body of spmm: row target[p] of `out` is the sum of the entries cut[p] to cut[p + 1] - 1.
 
-    A block is of (lanes, parts, rows) threads. Piece p of a row, the entries cut[p] to
-    cut[p + 1] - 1, belongs to lanes x parts of them: lane l sums columns l, l + lanes, ..., part q
-    takes every so manieth entry from the q-th on. What the parts have meets in shared memory, where
-    part 0 adds it from the first to the last. The sum goes to row target[p] of `out`. Empty arrays
-    stand for no `bias`, `mask` or `perm`; rows beyond bias and mask have none.
+    Work is numbered by p and column, so that successive threads read successive columns of x: a
+    warp does many pieces where columns are few. Rows beyond `bias` have none; an empty `perm` stands
+    for the values as they come.
     """
-    size = BLOCK * width
-
-    def body(out, values, x, bias, mask, cut, target, indices, perm, k, relu):
-        sums, total = cuda.shared.array(size, x.dtype), cuda.local.array(width, x.dtype)
-        zero, lanes, parts = x.dtype.type(0), cuda.blockDim.x, cuda.blockDim.y
-        lane, part = cuda.threadIdx.x, cuda.threadIdx.y
-        me = (cuda.threadIdx.z * parts + part) * lanes + lane
-        p = cuda.blockIdx.x * cuda.blockDim.z + cuda.threadIdx.z
-        inside, step = p < len(target), lanes * width
-        row = target[p] if inside else 0
-        first, bound = (cut[p] + part, cut[p + 1]) if inside else (0, 0)
-        for left in range(cuda.blockIdx.y * step, k, cuda.gridDim.y * step):  # the same for a block
-            column = left + lane
-            for w in range(width):
-                total[w] = bias[row] if part == 0 and row < len(bias) else zero
-            for e in range(first, bound, parts):
-                value, at = values[perm[e] if len(perm) else e], indices[e] * k
-                for w in range(width):
-                    # Beyond k the last column, which costs less than to ask. Numba adds code for
-                    # negative places unless they have no sign.
-                    other = x[np.uint64(at + min(column + w * lanes, k - 1))]
-                    total[w] += value * (zero if relu and other <= zero else other)
-            for w in range(width):
-                sums[w * BLOCK + me] = total[w]
-            cuda.syncthreads()
-            for w in range(width):
-                at = row * k + column + w * lanes
-                if inside and part == 0 and column + w * lanes < k:
-                    for q in range(1, parts):
-                        total[w] += sums[w * BLOCK + me + q * lanes]
-                    out[at] = zero if at < len(mask) and mask[at] <= zero else total[w]
-            cuda.syncthreads()
-
-    return body
+    for n in range(first, bound):
+        p, column = n // k, n % k
+        row, total = target[p], x.dtype.type(0)
+        if row < len(bias):
+            total = bias[row]
+        for e in range(cut[p], cut[p + 1]):
+            # Numba adds code for negative places, unless they have no sign.
+            at = np.uint64(indices[e] * k + column)
+            total += values[perm[e] if len(perm) else e] * x[at]
+        out[row * k + column] = total
 
 
-def _power(n):
-    """Return the least power of two that is at least n, from 1 to 32."""
-    return min(32, 1 << max(n - 1, 0).bit_length())
-
-
-def _shape(n, nnz, k):
-    """Choose a launch of spmm for n pieces: width, grid and block.
-
-    The columns fill a warp, with several pieces where they are few. Several parts share a piece
-    where there are too few threads else, or too few columns for loads from neighbouring places, as
-    long as each has 4 entries or more.
-    """
-    lanes, parts = _power(k), 1
-    width = min(4, _power(-(-k // lanes)))
-    tiles = max(1, -(-k // (lanes * width)))
-    wanted = min(max(8, FULL // max(1, n * tiles)), BLOCK)  # threads a piece
-    while lanes * parts < wanted and 8 * parts * n <= nnz:
-        parts *= 2
-    rows = min(BLOCK // (lanes * parts), 64)  # more are not allowed
-    return width, (max(1, -(-n // rows)), min(tiles, 1 << 15)), (lanes, parts, rows)
-
-
-@_once
+@derived
 def _pieces(plan):
     """Cut long rows: return (cut, target, indices, perm) for their sums, and for the sums of these.
 
     A row that is not cut is its own target. The pieces of one that is are rows below all others;
-    from there they are added up by a second product, with values of 1. Rows of similar length are
-    not cut if there are enough of them.
+    from there they are added up by a second product, with values of 1.
     """
-    most = max(SPLIT, min(4 * plan.nnz // max(plan.n_rows, 1), plan.nnz >> 10))
-    counts = np.maximum(-(-np.diff(plan.indptr) // most), 1)
-    row, long = np.repeat(np.arange(plan.n_rows), counts), np.flatnonzero(counts > 1)
-    nth = np.arange(len(row)) - np.repeat(counts.cumsum() - counts, counts)
-    cut = np.append(plan.indptr[row] + nth * most, plan.nnz).astype(plan.indptr.dtype)
+    counts = np.maximum(-(-np.diff(plan.indptr) // SPLIT), 1)
+    long, row = np.flatnonzero(counts > 1), np.repeat(np.arange(plan.n_rows), counts)
+    nth = np.arange(len(row)) - (counts.cumsum() - counts)[row]
+    cut = np.append(plan.indptr[row] + nth * SPLIT, plan.nnz)
     below = plan.n_rows + np.arange(counts[long].sum())
     target = row.copy()
     target[counts[row] > 1] = below
-    sums = np.append(0, counts[long].cumsum()).astype(cut.dtype), long, below, below[:0]
+    sums = np.append(0, counts[long].cumsum()), long, below, below[:0]
     return (cut, target, plan.indices, _perm(plan)), sums
 
 
-def spmm(plan, values, x, bias=None, relu=False, mask=None):
-    """See reference. With `mask`, 0.0 where it is <= 0.
+def spmm(plan, values, x, bias=None, relu=False):
+    """See reference.
 
     Notes
     -----
     O(nnz·k + n_rows·k) work. A row of any length is shared by many blocks.
     """
     k, none, (pieces, sums) = math.prod(x.shape[1:]), values[:0], _pieces(plan)
-    bias, mask = (none if a is None else a for a in (bias, mask))
+    x, bias = gate(x, x) if relu else x, none if bias is None else bias
     out = np.empty_like(x, order="C", shape=(plan.n_rows + len(sums[2]), *x.shape[1:]))
-    products = [(pieces, values, x, bool(relu))]
+    run(_spmm, len(pieces[1]) * k, out, values, x, bias, *pieces, k)
     if len(sums[1]):
-        products.append((sums, np.ones_like(values, shape=len(sums[2])), out, False))
-    for structure, values, x, relu in products:
-        width, grid, block = _shape(len(structure[1]), len(structure[2]), k)
-        arrays = *map(_vector, (out, values, x, bias, mask)), *structure
-        _launch(_kernel(_spmm(width)), grid, block, (*arrays, k, relu))
+        ones = np.ones_like(values, shape=len(sums[2]))
+        run(_spmm, len(sums[1]) * k, out, ones, out, bias, *sums, k)
     return out[: plan.n_rows]
 
 
-def _sddmm(out, u, v, rows, indices, perm, k, relu):
+def _sddmm(out, u, v, rows, indices, perm, k):
     """Body of sddmm: a block is of (lanes, groups) threads, a group takes EACH entries in turn.
 
     Each lane sums every so manieth column. What they have meets in shared memory, where one thread
@@ -282,8 +230,7 @@ def _sddmm(out, u, v, rows, indices, perm, k, relu):
         if first + n < len(out):
             at_u, at_v = rows[first + n] * k, indices[first + n] * k
             for c in range(lane, k, lanes):
-                other = v[np.uint64(at_v + c)]
-                total += u[np.uint64(at_u + c)] * (zero if relu and other <= zero else other)
+                total += u[np.uint64(at_u + c)] * v[np.uint64(at_v + c)]
         sums[n * step + lane] = total
     cuda.syncthreads()
     for n in range(group * lanes + lane, min(groups * EACH, len(out) - first), BLOCK):
@@ -293,30 +240,25 @@ def _sddmm(out, u, v, rows, indices, perm, k, relu):
         out[perm[first + n] if len(perm) else first + n] = total
 
 
-@_once
-def _rows(plan):
-    """Return the row of each entry."""
-    return np.repeat(np.arange(plan.n_rows, dtype=plan.indices.dtype), np.diff(plan.indptr))
-
-
-def sddmm(plan, u, v, relu=False):
-    """See reference. With `relu` of ``gate(v, v)`` instead of v.
+def sddmm(plan, u, v):
+    """See reference.
 
     Notes
     -----
     O(nnz·k) work, in equal shares whatever the rows are.
     """
     out, k = np.empty_like(u, shape=plan.nnz), math.prod(u.shape[1:])
-    lanes = _power(-(-k // 4))
+    lanes = min(32, 1 << max(k // 4, 1).bit_length() - 1)  # a power of two
     grid = (max(1, -(-plan.nnz * lanes // (BLOCK * EACH))),)
-    args = out, _vector(u), _vector(v), _rows(plan), plan.indices, _perm(plan), k, bool(relu)
+    args = out, _vector(u), _vector(v), _rows(plan), plan.indices, _perm(plan), k
     _launch(_kernel(_sddmm), grid, (lanes, BLOCK // lanes), args)
     return out
 
 
 def spmm_vjp(plan, back, values, x, g, relu=False):
     """See reference: one kernel for each gradient."""
-    return sddmm(plan, g, x, relu), spmm(back, values, g, mask=x if relu else None)
+    dx = spmm(back, values, g)
+    return sddmm(plan, g, gate(x, x) if relu else x), gate(dx, x) if relu else dx
 
 
 # ---------------------------------------------------------------------------------------------
@@ -343,7 +285,7 @@ def _matched(first, bound, out, a, b, rows, cols, a_ptr, a_cols, a_perm, b_ptr, 
         out[e] = total
 
 
-@_once
+@derived
 def _transposed(plan):
     perm = np.argsort(plan.indices, kind="stable").astype(plan.indptr.dtype)
     indptr = np.searchsorted(plan.indices[perm], np.arange(plan.n_cols + 1))
