@@ -1,4 +1,4 @@
-"""minisparse: a small sparse autodiff engine for fixed sparse connectivity on a CPU.
+"""minisparse: a small sparse autodiff engine for fixed sparse connectivity.
 
 Where to look:
 
@@ -14,7 +14,7 @@ Where to look:
 - ``save``, ``load``: nested dicts of arrays and patterns in one file; ``viz.graph``: pictures;
 - ``vjp jvp hvp jacobian hessian value_and_grad``: derivatives of functions;
 - ``gradcheck``, and ``minisparse.testing`` (not imported here): checks of your own code;
-- ``set_num_threads``, ``backend``, ``warmup``, ``show_config``: how it runs.
+- ``set_num_threads``, ``backend``, ``warmup``, ``show_config``: how it runs; ``cuda``: on a GPU.
 """
 
 from . import nn, optim, viz
@@ -23,7 +23,7 @@ from .engine import Tensor, grad, is_grad_enabled, no_grad, primitive, tensor
 from .functional import hessian, hvp, jacobian, jvp, value_and_grad, vjp
 from .gradcheck import GradcheckError, gradcheck
 from .io import load, save
-from .kernels import backend, get_num_threads, set_num_threads, warmup
+from .kernels import backend, cuda, get_num_threads, set_num_threads, warmup
 from .linalg import spsolve
 from .ops import *
 from .pattern import Pattern, PatternMismatchError
@@ -34,8 +34,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "absolute", "add", "arctan", "backend", "block", "block_diag", "broadcast_to", "clip",
-    "concatenate", "cos", "diag", "divide", "dot", "erf", "exp", "expand_dims", "expm1", "gelu",
-    "get_num_threads", "getitem", "grad", "gradcheck", "GradcheckError", "hessian", "hvp",
+    "concatenate", "cos", "cuda", "diag", "divide", "dot", "erf", "exp", "expand_dims", "expm1",
+    "gelu", "get_num_threads", "getitem", "grad", "gradcheck", "GradcheckError", "hessian", "hvp",
     "index_add", "is_grad_enabled", "jacobian", "jvp", "leaky_relu", "load", "log", "log1p",
     "log_softmax", "logsumexp", "matmul", "max", "maximum", "mean", "min", "minimum", "multiply",
     "negative", "nn", "no_grad", "norm", "optim", "Pattern", "PatternMismatchError", "power",

@@ -108,7 +108,8 @@ def public_things():
         thing = getattr(ms, name)
         yield name, thing
         if inspect.ismodule(thing):
-            for member, value in vars(thing).items():
+            for member in getattr(thing, "__all__", vars(thing)):
+                value = vars(thing)[member]
                 if getattr(value, "__module__", None) == thing.__name__ and member[0] != "_":
                     yield f"{name}.{member}", value
 

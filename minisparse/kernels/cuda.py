@@ -19,6 +19,8 @@ import numpy as np
 
 from . import derived, reference
 
+__all__ = ["is_available", "why_not"]  # what users call, as ``minisparse.cuda``
+
 cuda = None  # numba.cuda, once `_kernel` has run: kernels look for it among their globals
 
 BLOCK = 128  # threads of a block
@@ -129,7 +131,7 @@ def run(body, n, *args, new=None, **hints):
 
 
 def _run_adam(body, n, p, m, v, count, *args, **hints):
-    """Run the body of `adam`: the count of steps stays on the host, what the body writes is lost."""
+    """Run the body of `adam`; the count of steps stays on the host, and is raised there."""
     run(body, n, p, m, v, np.empty_like(p, shape=1, dtype=count.dtype), *args)
     count += 1
 
@@ -164,8 +166,8 @@ def _spmm(first, bound, out, values, x, bias, cut, target, indices, perm, k):
     """Body of spmm: row target[p] of `out` is the sum of the entries cut[p] to cut[p + 1] - 1.
 
     Work is numbered by p and column, so that successive threads read successive columns of x: a
-    warp does many pieces where columns are few. Rows beyond `bias` have none; an empty `perm` stands
-    for the values as they come.
+    warp does many pieces where columns are few. Rows beyond `bias` have none; an empty `perm`
+    stands for the values as they come.
     """
     for n in range(first, bound):
         p, column = n // k, n % k
