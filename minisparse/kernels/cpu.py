@@ -272,20 +272,6 @@ def _row(ptr, n, goal, each):
 
 
 @inlined
-def _rows(chunk, chunks, ptr, n):
-    """The bounds of a chunk of n rows; entries and rows count alike as work."""
-    work = np.int64(get(ptr, n)) + n
-    return _row(ptr, n, work * chunk // chunks, 1), _row(ptr, n, work * (chunk + 1) // chunks, 1)
-
-
-@inlined
-def _share(chunk, chunks, n):
-    """The bounds of a chunk of n elements; multiples of 16, so that no cache line is shared."""
-    step = (n + chunks * 16 - 1) // (chunks * 16) * 16
-    return min(chunk * step, n), min((chunk + 1) * step, n)
-
-
-@inlined
 def _place(perm, permuted, e):
     return np.int64(get(perm, e)) if permuted else np.int64(e)
 
@@ -525,8 +511,16 @@ def _copy(first, bound, out, x):
 
 @inlined
 def _bounds(chunk, chunks, n, by):
-    """The bounds of a chunk of n rows: of equal work by an indptr, of equal length by none."""
-    return _rows(chunk, chunks, data(by), n) if len(by) else _share(chunk, chunks, n)
+    """The bounds of a chunk of n rows: of equal work by an indptr, of equal length by none.
+
+    Entries and rows count alike as work. Lengths are multiples of 16: no cache line is shared.
+    """
+    if len(by):
+        ptr, work = data(by), np.int64(by[n]) + n
+        low = _row(ptr, n, work * chunk // chunks, 1)
+        return low, _row(ptr, n, work * (chunk + 1) // chunks, 1)
+    step = (n + chunks * 16 - 1) // (chunks * 16) * 16
+    return min(chunk * step, n), min((chunk + 1) * step, n)
 
 
 def _tasks(tasks, chunks, address, n, by, args):
