@@ -822,11 +822,9 @@ def spmm(plan, values, x, bias=None, relu=False, u=None, dots=None):
         return spmm(plan, values, x[:, None], bias, relu).reshape(-1)
     key, relu = x.dtype.char + plan.indices.dtype.char + "r" * relu, relu or None
     out, (far, near) = empty((plan.n_rows, x.shape[1]), x.dtype), _steps(plan)
-    ordered = (
-        run(_scatter, len(far), values, far, new=(len(far), values), cost=40)
-        if len(far)
-        else contiguous(values)
-    )
+    ordered = contiguous(values)
+    if len(far):
+        ordered = run(_scatter, len(far), values, far, new=(len(far), values), cost=40)
     if len(near) and x[:1].nbytes > 256:  # several passes over a row: permute once
         ordered, near = gather(ordered, near), near[:0]
     (giants, ptr, firsts), none = _giants(plan), out.reshape(-1)[:0]

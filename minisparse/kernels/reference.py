@@ -226,9 +226,8 @@ def row_max(plan, values, run=run):
     -----
     O(nnz + n_rows).
     """
-    return run(
-        _row_max, plan.n_rows, values, plan.indptr, new=(plan.n_rows, values), by=plan.indptr
-    )
+    n, indptr = plan.n_rows, plan.indptr
+    return run(_row_max, n, values, indptr, new=(n, values), by=indptr)
 
 
 def _row_max(first, bound, out, values, indptr):
@@ -500,6 +499,4 @@ def contiguous(x):
 
 
 # What has a body for any `run`.
-SHARED = (
-    gather, segment_sum, gate, row_max, row_softmax, spgemm, spgemm_dot, sgd, adam,
-)  # fmt: skip
+SHARED = gather, segment_sum, gate, row_max, row_softmax, spgemm, spgemm_dot, sgd, adam
