@@ -124,7 +124,7 @@ def run(body, n, *args, new=None, **hints):
     """See `reference.run`. One thread a row or element; the hints are for a CPU."""
     args = [*map(_vector, args)]
     if new is not None:
-        args.insert(0, np.empty_like(new[1], shape=new[0]))
+        args.insert(0, np.empty(new[0], new[1].dtype, like=new[1]))
     blocks = max(1, min(-(-n // BLOCK), MOST_BLOCKS))
     _launch(_kernel(body, rows=True), (blocks,), (BLOCK,), n, tuple(args))
     return args[0]
@@ -132,7 +132,7 @@ def run(body, n, *args, new=None, **hints):
 
 def _run_adam(body, n, p, m, v, count, *args, **hints):
     """Run the body of `adam`; the count of steps stays on the host, and is raised there."""
-    run(body, n, p, m, v, np.empty_like(p, shape=1, dtype=count.dtype), *args)
+    run(body, n, p, m, v, np.empty(1, count.dtype, like=p), *args)
     count += 1
 
 
@@ -144,6 +144,13 @@ adam = functools.partial(reference.adam, run=_run_adam)
 def contiguous(x):
     """See reference. CuPy's arrays are aligned and of native byte order."""
     return x if x.flags.c_contiguous else x.copy()
+
+
+def add_at(out, key, x):
+    """See `kernels.add_at`. By atomic operations: the order of sums is not fixed."""
+    import cupy
+
+    cupy.add.at(out, key, x)
 
 
 @derived
@@ -208,10 +215,10 @@ def spmm(plan, values, x, bias=None, relu=False):
     """
     k, none, (pieces, sums) = math.prod(x.shape[1:]), values[:0], _pieces(plan)
     x, bias = gate(x, x) if relu else x, none if bias is None else bias
-    out = np.empty_like(x, order="C", shape=(plan.n_rows + len(sums[2]), *x.shape[1:]))
+    out = np.empty((plan.n_rows + len(sums[2]), *x.shape[1:]), x.dtype, like=x)
     run(_spmm, len(pieces[1]) * k, out, values, x, bias, *pieces, k)
     if len(sums[1]):
-        ones = np.ones_like(values, shape=len(sums[2]))
+        ones = np.ones(len(sums[2]), values.dtype, like=values)
         run(_spmm, len(sums[1]) * k, out, ones, out, bias, *sums, k)
     return out[: plan.n_rows]
 
@@ -249,7 +256,7 @@ def sddmm(plan, u, v):
     -----
     O(nnz·k) work, in equal shares whatever the rows are.
     """
-    out, k = np.empty_like(u, shape=plan.nnz), math.prod(u.shape[1:])
+    out, k = np.empty(plan.nnz, u.dtype, like=u), math.prod(u.shape[1:])
     lanes = min(32, 1 << max(k // 4, 1).bit_length() - 1)  # a power of two
     grid = (max(1, -(-plan.nnz * lanes // (BLOCK * EACH))),)
     args = out, _vector(u), _vector(v), _rows(plan), plan.indices, _perm(plan), k
