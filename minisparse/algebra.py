@@ -5,8 +5,6 @@ that meet, kept while they live, and a training step is arithmetic on values.  A
 entry that its operands can give it, also one whose value comes out as zero.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import scipy.sparse as sp
 

@@ -13,8 +13,6 @@ An edge is a :class:`Node`, or, where a graph begins, the leaf :class:`Tensor` i
 hold the Tensors they came from, so an intermediate array lives only if a rule asked for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import functools

@@ -7,8 +7,6 @@ through a model; of anything else `f` gets a new leaf.  Results are plain arrays
 primal, a tuple for several.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

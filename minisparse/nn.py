@@ -1,7 +1,5 @@
 """Layers, losses and mini-batches."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

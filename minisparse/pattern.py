@@ -1,7 +1,5 @@
 """Sparsity patterns: which entries of a matrix exist.  Immutable, shared, hashed by content."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -16,8 +16,6 @@ primitive          value                                    its gradients are
 =================  =======================================  ================================
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import operator

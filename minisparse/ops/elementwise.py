@@ -1,7 +1,5 @@
 """Elementwise primitives, each with its rule right below it.  All broadcast as NumPy does."""
 
-from __future__ import annotations
-
 import math
 import operator
 

@@ -1,7 +1,5 @@
 """Dense products."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

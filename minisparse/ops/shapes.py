@@ -1,7 +1,5 @@
 """Primitives that move numbers about: shapes, views, joins, and indexing with its adjoint."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np
