@@ -8,7 +8,7 @@ from . import ops
 from .engine import Tensor, as_dtype, as_floats, primitive, raw, tensor
 from .ops.shapes import indices_of, lookup
 from .pattern import Pattern, PatternMismatchError
-from .sparse import SparseParameter, SparseTensor, affine, matmul, relu_affine
+from .sparse import SparseParameter, SparseTensor, affine, matmul
 
 # ---------------------------------------------------------------------------------------- modules
 
@@ -363,7 +363,7 @@ class SparseLinear(_Affine):
         suits = isinstance(w, SparseTensor) and self.bias is not None and np.ndim(x) < 3
         if not suits or np.shape(x)[-1:] != w.shape[1:]:
             return super().forward(ops.relu(x) if relu else x)
-        return (relu_affine if relu else affine)(w.values, x, self.bias, pattern=w.pattern)
+        return affine(w.values, x, self.bias, pattern=w.pattern, relu=relu)
 
     @classmethod
     def from_linear(cls, linear, *, keep):

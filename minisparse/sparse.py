@@ -6,8 +6,7 @@ The primitives here are closed under differentiation: each rule is written in th
 primitive          value                                    its gradients are
 =================  =======================================  ================================
 ``spmm``           ``A X`` or ``Aᵀ X``                      ``sddmm``, ``spmm`` transposed
-``affine``         ``X Aᵀ + b``                             ``sddmm``, ``spmm``, a sum
-``relu_affine``    ``affine`` of ``relu(X)``                the same, gated by ``X``
+``affine``         ``X Aᵀ + b``, also of ``relu(X)``        ``sddmm``, ``spmm``, a sum
 ``sddmm``          ``u_i · v_j`` at each entry (i, j)       ``spmm``, ``spmm`` transposed
 ``gather``         ``x[index]``                             ``segment_sum``
 ``segment_sum``    sum of ``x`` over equal ``index``        ``gather``
@@ -87,35 +86,27 @@ def _spmm(values, x, bias, pattern, transpose, relu=False):
 
 
 @primitive
-def affine(values, x, bias, *, pattern):
-    """Return ``X Aᵀ + b``, a layer: for X of shape (batch, n_cols) or (n_cols,), b of (n_rows,)."""
+def affine(values, x, bias, *, pattern, relu=False):
+    """Return ``X Aᵀ + b``, a layer: for X of shape (batch, n_cols) or (n_cols,), b of (n_rows,).
+
+    If `relu`, that of ``relu(X)``, without a pass over X for it.
+    """
     _check_shape("affine: bias", bias, pattern.shape[0])
-    return _spmm(values, x.T, bias, pattern, False).T
+    return _spmm(values, x.T, bias, pattern, False, relu).T
 
 
-@affine.vjp(values=1, x=0)
-def _affine_rule(g, need, values, x, pattern):
-    dvalues, dx = _spmm_rule(g.T, need[:2], values, x.T if need[0] else x, pattern, False)
+@affine.vjp(values=1)
+def _(g, need, values, x, pattern, relu):
+    if all(need[:2]) and not isinstance(g, Tensor):
+        dvalues, dx = kernels.spmm_vjp(pattern.plan, pattern.plan_T, values, x.T, g.T, relu)
+    else:
+        u = ops.relu(x) if relu and need[0] else x
+        dvalues, dx = _spmm_rule(g.T, need[:2], values, u.T, pattern, False)
+        dx = ops.where(~(raw(x) <= 0).T, dx, 0.0) if relu and need[1] else dx
     if need[2] and g.ndim == 2:
         # A short sum is up to four times as fast by einsum; a long one is less exact.
         g = ops.sum(g, axis=0) if isinstance(g, Tensor) or len(g) > 1024 else np.einsum("ij->j", g)
     return dvalues, dx.T if need[1] else None, g
-
-
-@primitive
-def relu_affine(values, x, bias, *, pattern):
-    """Return ``affine(values, relu(x), bias)``, without a pass over `x` for the ReLU."""
-    _check_shape("relu_affine: bias", bias, pattern.shape[0])
-    return _spmm(values, x.T, bias, pattern, False, relu=True).T
-
-
-@relu_affine.vjp(values=1)
-def _(g, need, values, x, pattern):
-    if all(need[:2]) and not isinstance(g, Tensor):
-        dvalues, dx = kernels.spmm_vjp(pattern.plan, pattern.plan_T, values, x.T, g.T, True)
-        return dvalues, dx.T, _affine_rule(g, [False, False, need[2]], values, x, pattern)[2]
-    dvalues, dx, dbias = _affine_rule(g, need, values, ops.relu(x) if need[0] else x, pattern)
-    return dvalues, ops.where(~(raw(x) <= 0), dx, 0.0) if need[1] else None, dbias
 
 
 @primitive
