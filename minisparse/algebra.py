@@ -17,18 +17,11 @@ from .sparse import SparseTensor, as_sparse, gather, segment_sum
 # ---------------------------------------------------------------------- union and intersection
 
 
-def _merged(p, q):
-    """Return the union of two patterns, and the number of each entry in p and q, -1 if absent."""
-    # One sum of SciPy's finds both: the numbers in p are its real parts, those in q the imaginary.
-    both = p.to_scipy(np.arange(1.0, p.nnz + 1)) + q.to_scipy(1j * np.arange(1.0, q.nnz + 1))
-    numbers = both.data.real.astype(np.int64) - 1, both.data.imag.astype(np.int64) - 1
-    return Pattern._trusted(p.shape, both.indptr, both.indices), *numbers
-
-
 @once
 def _union(p, q):
-    pattern, at_p, at_q = _merged(p, q)
-    places = np.append(np.flatnonzero(at_p >= 0), np.flatnonzero(at_q >= 0))
+    both = p.to_scipy() + q.to_scipy(np.full(q.nnz, 1j))  # the real parts are p's, the others q's
+    pattern = Pattern._trusted(p.shape, both.indptr, both.indices)
+    places = np.append(np.flatnonzero(both.data.real > 0), np.flatnonzero(both.data.imag > 0))
     return pattern, IndexMap(places, pattern.nnz)
 
 
@@ -40,10 +33,10 @@ def _sum(x, y):
 
 @once
 def _intersection(p, q):
-    pattern, at_p, at_q = _merged(p, q)
-    both = np.flatnonzero((at_p >= 0) & (at_q >= 0))
-    pattern = Pattern.from_coords(pattern.rows[both], pattern.indices[both], p.shape)
-    return pattern, IndexMap(at_p[both], p.nnz), IndexMap(at_q[both], q.nnz)
+    at = q.find(p)
+    both = np.flatnonzero(at >= 0)
+    pattern = Pattern.from_coords(p.rows[both], p.indices[both], p.shape)
+    return pattern, IndexMap(both, p.nnz), IndexMap(at[both], q.nnz)
 
 
 def _common(x, y):
