@@ -336,15 +336,11 @@ def where(condition, x, y):
     return _where(x, y, condition=np.asarray(raw(condition).astype(bool), like=like))
 
 
-def _shared(better):
-    """Return the rule of maximum or minimum: all to the better operand, half to each at a tie."""
-
-    def rule(g, need, x, y, x_shape, y_shape):
-        share = np.where(x == y, 0.5, better(x, y)).astype(x.dtype)
-        dx = fold(g * share, x_shape) if need[0] else None
-        return dx, fold(g * (1 - share), y_shape) if need[1] else None
-
-    return rule
+def _shared(better, g, need, x, y, x_shape, y_shape):
+    """Give all to the operand of maximum or minimum that is `better`, half to each at a tie."""
+    share = np.where(x == y, 0.5, better(x, y)).astype(x.dtype)
+    dx = fold(g * share, x_shape) if need[0] else None
+    return dx, fold(g * (1 - share), y_shape) if need[1] else None
 
 
 @of_numpy
@@ -352,7 +348,7 @@ def maximum(x, y):
     """Return the larger of `x` and `y`; ties share the gradient equally."""
 
 
-maximum.vjp(_shared(operator.gt))
+maximum.vjp(functools.partial(_shared, operator.gt))
 
 
 @of_numpy
@@ -360,7 +356,7 @@ def minimum(x, y):
     """Return the smaller of `x` and `y`; ties share the gradient equally."""
 
 
-minimum.vjp(_shared(operator.lt))
+minimum.vjp(functools.partial(_shared, operator.lt))
 
 
 @primitive
@@ -371,9 +367,5 @@ def clip(x, *, a_min=None, a_max=None):
 
 @clip.vjp
 def _(g, need, x, x_shape, a_min, a_max):
-    inside = np.ones_like(raw(g), dtype=bool)
-    if a_min is not None:
-        inside &= x >= a_min
-    if a_max is not None:
-        inside &= x <= a_max
+    inside = raw(x) == np.clip(raw(x), a_min, a_max)
     return fold(_where(g, 0.0, condition=inside), x_shape)
