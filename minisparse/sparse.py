@@ -286,13 +286,11 @@ class SparseTensor(_Base):
         """Return (values, pattern, whether it is the transpose) for the kernels."""
         return self.values, self.pattern, False
 
-    def _with_leaf(self, leaf):
-        """Return the like of it whose numbers, those that are differentiated in, are `leaf`."""
-        return self.with_values(leaf)
-
     def with_values(self, values):
         """Return a SparseTensor with the same pattern and other values."""
         return SparseTensor(self.pattern, values)
+
+    _with_leaf = with_values  # the like of it with other numbers to be differentiated in
 
     def astype(self, dtype):
         """Return it in float32 or float64, differentiably."""
@@ -525,13 +523,6 @@ def _scaled(S, d):
     return S.scale(rows=flat) if d_cols == 1 else S.scale(cols=flat)
 
 
-def _sparse_operator(name, function):
-    """Let a Tensor and a SparseTensor on either side of an operator meet in one function."""
-    ops.bind_operator(name, function)
-    setattr(SparseTensor, f"__{name}__", lambda self, other: function(self, other))
-    setattr(SparseTensor, f"__r{name}__", lambda self, other: function(other, self))
-
-
 def _times(x, y):
     """Return ``x * y``, elementwise but for SciPy's matrices, which mean the product by it."""
     if isinstance(x, sp.spmatrix) or isinstance(y, sp.spmatrix):
@@ -539,8 +530,11 @@ def _times(x, y):
     return multiply(x, y)
 
 
-_sparse_operator("matmul", matmul)
-_sparse_operator("mul", _times)
+# A Tensor and a SparseTensor on either side of an operator meet in one function.
+ops.bind_operator("matmul", matmul)
+ops.bind_operator("mul", _times)
+for _name in ("__matmul__", "__rmatmul__", "__mul__", "__rmul__"):
+    setattr(SparseTensor, _name, getattr(Tensor, _name))
 
 
 def sddmm(U, V, pattern):
