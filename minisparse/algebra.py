@@ -140,11 +140,10 @@ def _row_max(values, *, pattern):
 
 @_row_max.vjp
 def _(g, need, values, out, pattern):
-    to_entries, to_rows = kernels.gather, kernels.segment_sum
-    index, segments = pattern.map_rows.index, pattern.map_rows.segments
-    hit = (raw(values) == to_entries(raw(out), index)).astype(values.dtype)
-    shares = hit / to_entries(np.maximum(to_rows(hit, *segments), 1), index)
-    return gather(g, index_map=pattern.map_rows) * shares
+    rows = pattern.map_rows
+    hit = (raw(values) == gather(raw(out), index_map=rows)).astype(values.dtype)
+    shares = hit / gather(np.maximum(segment_sum(hit, index_map=rows), 1), index_map=rows)
+    return gather(g, index_map=rows) * shares
 
 
 @primitive

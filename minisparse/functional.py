@@ -46,10 +46,9 @@ def _evaluate(f, primals, name, scalar=False):
 
 def _as_tuple(primals):
     """Tell several primals, in a tuple or a list of Tensors, from one, which may be a list."""
-    several = isinstance(primals, tuple) or (
-        isinstance(primals, list) and any(isinstance(x, (Tensor, SparseTensor)) for x in primals)
-    )
-    return tuple(primals) if several else (primals,)
+    if isinstance(primals, list) and any(isinstance(x, (Tensor, SparseTensor)) for x in primals):
+        return tuple(primals)
+    return primals if isinstance(primals, tuple) else (primals,)
 
 
 def _dot(gradients, tangents, leaves, name):
