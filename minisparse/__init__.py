@@ -17,7 +17,7 @@ Where to look:
 - ``set_num_threads``, ``backend``, ``warmup``, ``show_config``: how it runs.
 """
 
-from . import nn, optim, viz
+from . import nn, ops, optim, viz
 from .algebra import block, block_diag, diag
 from .engine import Tensor, grad, is_grad_enabled, no_grad, primitive, tensor
 from .functional import hessian, hvp, jacobian, jvp, value_and_grad, vjp
@@ -33,15 +33,10 @@ from .sparse import SparseParameter, SparseTensor, matmul, multiply, sddmm
 __version__ = "0.1.0"
 
 __all__ = [
-    "absolute", "add", "arctan", "backend", "block", "block_diag", "broadcast_to", "clip",
-    "concatenate", "cos", "diag", "divide", "dot", "erf", "exp", "expand_dims", "expm1", "gelu",
-    "get_num_threads", "getitem", "grad", "gradcheck", "GradcheckError", "hessian", "hvp",
-    "index_add", "is_grad_enabled", "jacobian", "jvp", "leaky_relu", "load", "log", "log1p",
-    "log_softmax", "logsumexp", "matmul", "max", "maximum", "mean", "min", "minimum", "multiply",
-    "negative", "nn", "no_grad", "norm", "optim", "Pattern", "PatternMismatchError", "power",
-    "primitive", "ravel", "relu", "reshape", "RowGrad", "save", "sddmm", "set_num_threads",
-    "show_config", "sigmoid", "sign", "sin", "softmax", "softplus", "SparseParameter",
-    "SparseTensor", "split", "spsolve", "sqrt", "square", "squeeze", "stack", "std", "subtract",
-    "sum", "take", "take_along_axis", "tan", "tanh", "Tensor", "tensor", "transpose",
-    "value_and_grad", "var", "viz", "vjp", "warmup", "where",
+    "backend", "block", "block_diag", "diag", "get_num_threads", "grad", "gradcheck",
+    "GradcheckError", "hessian", "hvp", "is_grad_enabled", "jacobian", "jvp", "load", "nn",
+    "no_grad", "optim", "Pattern", "PatternMismatchError", "primitive", "save", "sddmm",
+    "set_num_threads", "show_config", "SparseParameter", "SparseTensor", "spsolve", "Tensor",
+    "tensor", "value_and_grad", "viz", "vjp", "warmup",
 ]  # fmt: skip
+__all__ += ops.__all__
