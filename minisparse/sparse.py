@@ -114,10 +114,9 @@ def _sddmm(u, v, *, pattern):
     """Return ``u_i · v_j`` for each entry (i, j) of `pattern`: sddmm's values, (nnz,)."""
     rows = (*u.shape[:1], *v.shape[:1])
     if u.ndim not in (1, 2) or rows != pattern.shape or u.shape[1:] != v.shape[1:]:
-        raise ValueError(
-            f"sddmm: U of shape {u.shape} and V of shape {v.shape}, the pattern {pattern.shape} "
-            "needs U of shape (n_rows, k) or (n_rows,), and V like it with n_cols"
-        )
+        needs = "U of shape (n_rows, k) or (n_rows,), and V like it with n_cols"
+        shapes = f"U of shape {u.shape} and V of shape {v.shape}"
+        raise ValueError(f"sddmm: {shapes}, the pattern {pattern.shape} needs {needs}")
     if u.dtype != v.dtype:
         raise TypeError(f"sddmm: U of dtype {u.dtype}, V of dtype {v.dtype}")
     return kernels.sddmm(pattern.plan, u, v)
@@ -653,10 +652,8 @@ class SparseParameter(SparseTensor):
             wrong = np.flatnonzero((start != given) & ~(np.isnan(start) & np.isnan(given)))
             if len(wrong):
                 w = wrong[0]
-                raise ValueError(
-                    f"SparseParameter: label {labels[w]} is one weight, but its entries start from "
-                    f"{start[w]} and {given[w]}"
-                )
+                but = f"but its entries start from {start[w]} and {given[w]}"
+                raise ValueError(f"SparseParameter: label {labels[w]} is one weight, {but}")
         index_map = IndexMap(index, len(first)) if len(first) < pattern.nnz else None
         base = values if len(trained) < pattern.nnz else None
         self._setup(pattern, Tensor(values[first], True), index_map, base)
