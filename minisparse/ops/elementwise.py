@@ -2,7 +2,6 @@
 
 import functools
 import math
-import operator
 
 import numpy as np
 
@@ -348,7 +347,7 @@ def maximum(x, y):
     """Return the larger of `x` and `y`; ties share the gradient equally."""
 
 
-maximum.vjp(functools.partial(_shared, operator.gt))
+maximum.vjp(functools.partial(_shared, np.greater))
 
 
 @of_numpy
@@ -356,7 +355,7 @@ def minimum(x, y):
     """Return the smaller of `x` and `y`; ties share the gradient equally."""
 
 
-minimum.vjp(functools.partial(_shared, operator.lt))
+minimum.vjp(functools.partial(_shared, np.less))
 
 
 @primitive
