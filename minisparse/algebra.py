@@ -5,8 +5,6 @@ that meet, kept while they live, and a training step is arithmetic on values.  A
 entry that its operands can give it, also one whose value comes out as zero.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import scipy.sparse as sp
 
@@ -19,18 +17,11 @@ from .sparse import SparseTensor, as_sparse, gather, segment_sum
 # ---------------------------------------------------------------------- union and intersection
 
 
-def _merged(p, q):
-    """Return the union of two patterns, and the number of each entry in p and q, -1 if absent."""
-    # One sum of SciPy's finds both: the numbers in p are its real parts, those in q the imaginary.
-    both = p.to_scipy(np.arange(1.0, p.nnz + 1)) + q.to_scipy(1j * np.arange(1.0, q.nnz + 1))
-    numbers = both.data.real.astype(np.int64) - 1, both.data.imag.astype(np.int64) - 1
-    return Pattern._trusted(p.shape, both.indptr, both.indices), *numbers
-
-
 @once
 def _union(p, q):
-    pattern, at_p, at_q = _merged(p, q)
-    places = np.append(np.flatnonzero(at_p >= 0), np.flatnonzero(at_q >= 0))
+    both = p.to_scipy() + q.to_scipy(np.full(q.nnz, 1j))  # the real parts are p's, the others q's
+    pattern = Pattern._trusted(p.shape, both.indptr, both.indices)
+    places = np.append(np.flatnonzero(both.data.real > 0), np.flatnonzero(both.data.imag > 0))
     return pattern, IndexMap(places, pattern.nnz)
 
 
@@ -42,10 +33,10 @@ def _sum(x, y):
 
 @once
 def _intersection(p, q):
-    pattern, at_p, at_q = _merged(p, q)
-    both = np.flatnonzero((at_p >= 0) & (at_q >= 0))
-    pattern = Pattern.from_coords(pattern.rows[both], pattern.indices[both], p.shape)
-    return pattern, IndexMap(at_p[both], p.nnz), IndexMap(at_q[both], q.nnz)
+    at = q.find(p)
+    both = np.flatnonzero(at >= 0)
+    pattern = Pattern.from_coords(p.rows[both], p.indices[both], p.shape)
+    return pattern, IndexMap(both, p.nnz), IndexMap(at[both], q.nnz)
 
 
 def _common(x, y):
@@ -149,11 +140,10 @@ def _row_max(values, *, pattern):
 
 @_row_max.vjp
 def _(g, need, values, out, pattern):
-    to_entries, to_rows = kernels.gather, kernels.segment_sum
-    index, segments = pattern.map_rows.index, pattern.map_rows.segments
-    hit = (raw(values) == to_entries(raw(out), index)).astype(values.dtype)
-    shares = hit / to_entries(np.maximum(to_rows(hit, *segments), 1), index)
-    return gather(g, index_map=pattern.map_rows) * shares
+    rows = pattern.map_rows
+    hit = (raw(values) == gather(raw(out), index_map=rows)).astype(values.dtype)
+    shares = hit / gather(np.maximum(segment_sum(hit, index_map=rows), 1), index_map=rows)
+    return gather(g, index_map=rows) * shares
 
 
 @primitive

@@ -13,8 +13,6 @@ An edge is a :class:`Node`, or, where a graph begins, the leaf :class:`Tensor` i
 hold the Tensors they came from, so an intermediate array lives only if a rule asked for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import functools
@@ -639,15 +637,14 @@ def _plan(root, targets):
             continue
         wanted.add(node)
         plan.append((node, need))
+        name = node.op.name
         if node.saved is _FREED:
-            raise RuntimeError(f"{node.op.name} was freed: backward had no retain_graph=True")
+            raise RuntimeError(f"{name} was freed: backward had no retain_graph=True")
         for version, then, serves in node.guards:
             if version[0] != then and (serves is None or need[serves]):
-                raise RuntimeError(
-                    f"what {node.op.name} saved was changed in place: run backward first"
-                )
+                raise RuntimeError(f"what {name} saved was changed in place: run backward first")
         if node.op.rule is None:
-            raise RuntimeError(f"{node.op.name} has no gradient rule: define one with .vjp")
+            raise RuntimeError(f"{name} has no gradient rule: define one with .vjp")
     return plan[::-1]
 
 

@@ -7,8 +7,6 @@ through a model; of anything else `f` gets a new leaf.  Results are plain arrays
 primal, a tuple for several.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
@@ -48,10 +46,9 @@ def _evaluate(f, primals, name, scalar=False):
 
 def _as_tuple(primals):
     """Tell several primals, in a tuple or a list of Tensors, from one, which may be a list."""
-    several = isinstance(primals, tuple) or (
-        isinstance(primals, list) and any(isinstance(x, (Tensor, SparseTensor)) for x in primals)
-    )
-    return tuple(primals) if several else (primals,)
+    if isinstance(primals, list) and any(isinstance(x, (Tensor, SparseTensor)) for x in primals):
+        return tuple(primals)
+    return primals if isinstance(primals, tuple) else (primals,)
 
 
 def _dot(gradients, tangents, leaves, name):

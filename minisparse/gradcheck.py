@@ -1,7 +1,5 @@
 """A gradient checker: every rule against finite differences, in every layout, to any order."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

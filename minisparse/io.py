@@ -5,8 +5,6 @@ text in which ``{"array": "3"}`` stands for the array of that name and ``{"patte
 pattern; each distinct pattern is stored once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

@@ -1,7 +1,5 @@
 """The differentiable solution of sparse linear systems, by SciPy's SuperLU."""
 
-from __future__ import annotations
-
 import weakref
 
 import numpy as np

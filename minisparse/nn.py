@@ -1,7 +1,5 @@
 """Layers, losses and mini-batches."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -10,7 +8,7 @@ from . import ops
 from .engine import Tensor, as_dtype, as_floats, primitive, raw, tensor
 from .ops.shapes import indices_of, lookup
 from .pattern import Pattern, PatternMismatchError
-from .sparse import SparseParameter, SparseTensor, affine, matmul, relu_affine
+from .sparse import SparseParameter, SparseTensor, affine, matmul
 
 # ---------------------------------------------------------------------------------------- modules
 
@@ -147,7 +145,7 @@ class Module:
         if set(own) != set(state):
             sides = f"missing {sorted(set(own) - set(state))}, unknown {[*(set(state) - set(own))]}"
             raise ValueError(f"load_state_dict: names differ: {sides}")
-        arrays = []
+        checked: list = []  # (thing, attribute, what it is to be)
         for name, p in own.items():
             what, mine, given = f"load_state_dict: {name}", _state(p), state[name]
             if isinstance(p, np.random.Generator):
@@ -155,7 +153,7 @@ class Module:
                     type(p.bit_generator)().state = given  # checks it
                 except (TypeError, ValueError, KeyError) as error:
                     raise ValueError(f"{what} is no state of a {mine['bit_generator']}") from error
-                arrays.append(given)
+                checked.append((p.bit_generator, "state", given))
                 continue
             if isinstance(p, SparseParameter):
                 if not isinstance(given, dict) or set(given) != set(mine):
@@ -170,12 +168,9 @@ class Module:
             array = np.asarray(given)
             if array.shape != mine.shape or array.dtype.kind != "f":
                 raise ValueError(f"{what} has shape {mine.shape}, not {array.dtype} {array.shape}")
-            arrays.append(array)
-        for p, array in zip(own.values(), arrays, strict=True):
-            if isinstance(p, np.random.Generator):
-                p.bit_generator.state = array
-            else:
-                _leaf(p).data = array
+            checked.append((_leaf(p), "data", array))
+        for thing, attribute, value in checked:
+            setattr(thing, attribute, value)
 
 
 def _leaf(thing):
@@ -365,7 +360,7 @@ class SparseLinear(_Affine):
         suits = isinstance(w, SparseTensor) and self.bias is not None and np.ndim(x) < 3
         if not suits or np.shape(x)[-1:] != w.shape[1:]:
             return super().forward(ops.relu(x) if relu else x)
-        return (relu_affine if relu else affine)(w.values, x, self.bias, pattern=w.pattern)
+        return affine(w.values, x, self.bias, pattern=w.pattern, relu=relu)
 
     @classmethod
     def from_linear(cls, linear, *, keep):

@@ -1,7 +1,5 @@
 """Optimizers, whose step is one fused pass over a parameter in place; clipping; schedules."""
 
-from __future__ import annotations
-
 import math
 import mmap
 import operator

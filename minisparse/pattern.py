@@ -1,7 +1,5 @@
 """Sparsity patterns: which entries of a matrix exist.  Immutable, shared, hashed by content."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -183,10 +181,9 @@ class Pattern:
         shape = n_rows, n_cols = _as_shape(shape)
         if (density is None) == (fan_in is None):
             raise ValueError("Pattern.random: give either density or fan_in")
-        name, most = ("density", 1) if fan_in is None else ("fan_in", n_cols)
-        given = density if fan_in is None else fan_in
+        key, given, most = ("density", density, 1) if fan_in is None else ("fan_in", fan_in, n_cols)
         if not 0 <= given <= most:
-            raise ValueError(f"Pattern.random: {name}={given} is not between 0 and {most}")
+            raise ValueError(f"Pattern.random: {key}={given} is not between 0 and {most}")
         if fan_in is None:  # the whole matrix as one row
             n_rows, n_cols, fan_in = 1, n_rows * n_cols, round(density * n_rows * n_cols)
         cells = _distinct(n_rows, n_cols, operator.index(fan_in), np.random.default_rng(rng))
@@ -408,11 +405,9 @@ def once(derive):
     @functools.wraps(derive)
     def look_up(*given):
         args = [_known.setdefault(a.digest, a) if isinstance(a, Pattern) else a for a in given]
-        patterns = [a for a in args if isinstance(a, Pattern)]
-        home = patterns[0]
+        home, *others = (a for a in args if isinstance(a, Pattern))
         key = derive, *(a.digest if isinstance(a, Pattern) else a for a in args)
         if key not in home._combined:
-            others = set(patterns) - {home}
             forget = functools.partial(_forget, weakref.ref(home), key)
             home._combined[key] = derive(*args), [weakref.ref(p, forget) for p in others]
         return home._combined[key][0]

@@ -1,7 +1,5 @@
 """What runs underneath: a report of the configuration."""
 
-from __future__ import annotations
-
 import platform
 from importlib import metadata
 

@@ -6,8 +6,7 @@ The primitives here are closed under differentiation: each rule is written in th
 primitive          value                                    its gradients are
 =================  =======================================  ================================
 ``spmm``           ``A X`` or ``Aᵀ X``                      ``sddmm``, ``spmm`` transposed
-``affine``         ``X Aᵀ + b``                             ``sddmm``, ``spmm``, a sum
-``relu_affine``    ``affine`` of ``relu(X)``                the same, gated by ``X``
+``affine``         ``X Aᵀ + b``, also of ``relu(X)``        ``sddmm``, ``spmm``, a sum
 ``sddmm``          ``u_i · v_j`` at each entry (i, j)       ``spmm``, ``spmm`` transposed
 ``gather``         ``x[index]``                             ``segment_sum``
 ``segment_sum``    sum of ``x`` over equal ``index``        ``gather``
@@ -15,8 +14,6 @@ primitive          value                                    its gradients are
 ``spread``         a dense matrix of the entries            ``sample``
 =================  =======================================  ================================
 """
-
-from __future__ import annotations
 
 import copy
 import math
@@ -89,15 +86,23 @@ def _spmm(values, x, bias, pattern, transpose, relu=False):
 
 
 @primitive
-def affine(values, x, bias, *, pattern):
-    """Return ``X Aᵀ + b``, a layer: for X of shape (batch, n_cols) or (n_cols,), b of (n_rows,)."""
+def affine(values, x, bias, *, pattern, relu=False):
+    """Return ``X Aᵀ + b``, a layer: for X of shape (batch, n_cols) or (n_cols,), b of (n_rows,).
+
+    If `relu`, that of ``relu(X)``, without a pass over X for it.
+    """
     _check_shape("affine: bias", bias, pattern.shape[0])
-    return _spmm(values, x.T, bias, pattern, False).T
+    return _spmm(values, x.T, bias, pattern, False, relu).T
 
 
-@affine.vjp(values=1, x=0)
-def _affine_rule(g, need, values, x, pattern):
-    dvalues, dx = _spmm_rule(g.T, need[:2], values, x.T if need[0] else x, pattern, False)
+@affine.vjp(values=1)
+def _(g, need, values, x, pattern, relu):
+    if all(need[:2]) and not isinstance(g, Tensor):
+        dvalues, dx = kernels.spmm_vjp(pattern.plan, pattern.plan_T, values, x.T, g.T, relu)
+    else:
+        u = ops.relu(x) if relu and need[0] else x
+        dvalues, dx = _spmm_rule(g.T, need[:2], values, u.T, pattern, False)
+        dx = ops.where(~(raw(x) <= 0).T, dx, 0.0) if relu and need[1] else dx
     if need[2] and g.ndim == 2:
         # A short sum is up to four times as fast by einsum; a long one is less exact.
         g = ops.sum(g, axis=0) if isinstance(g, Tensor) or len(g) > 1024 else np.einsum("ij->j", g)
@@ -105,30 +110,13 @@ def _affine_rule(g, need, values, x, pattern):
 
 
 @primitive
-def relu_affine(values, x, bias, *, pattern):
-    """Return ``affine(values, relu(x), bias)``, without a pass over `x` for the ReLU."""
-    _check_shape("relu_affine: bias", bias, pattern.shape[0])
-    return _spmm(values, x.T, bias, pattern, False, relu=True).T
-
-
-@relu_affine.vjp(values=1)
-def _(g, need, values, x, pattern):
-    if all(need[:2]) and not isinstance(g, Tensor):
-        dvalues, dx = kernels.spmm_vjp(pattern.plan, pattern.plan_T, values, x.T, g.T, True)
-        return dvalues, dx.T, _affine_rule(g, [False, False, need[2]], values, x, pattern)[2]
-    dvalues, dx, dbias = _affine_rule(g, need, values, ops.relu(x) if need[0] else x, pattern)
-    return dvalues, ops.where(~(raw(x) <= 0), dx, 0.0) if need[1] else None, dbias
-
-
-@primitive
 def _sddmm(u, v, *, pattern):
     """Return ``u_i · v_j`` for each entry (i, j) of `pattern`: sddmm's values, (nnz,)."""
     rows = (*u.shape[:1], *v.shape[:1])
     if u.ndim not in (1, 2) or rows != pattern.shape or u.shape[1:] != v.shape[1:]:
-        raise ValueError(
-            f"sddmm: U of shape {u.shape} and V of shape {v.shape}, the pattern {pattern.shape} "
-            "needs U of shape (n_rows, k) or (n_rows,), and V like it with n_cols"
-        )
+        needs = "U of shape (n_rows, k) or (n_rows,), and V like it with n_cols"
+        shapes = f"U of shape {u.shape} and V of shape {v.shape}"
+        raise ValueError(f"sddmm: {shapes}, the pattern {pattern.shape} needs {needs}")
     if u.dtype != v.dtype:
         raise TypeError(f"sddmm: U of dtype {u.dtype}, V of dtype {v.dtype}")
     return kernels.sddmm(pattern.plan, u, v)
@@ -297,13 +285,11 @@ class SparseTensor(_Base):
         """Return (values, pattern, whether it is the transpose) for the kernels."""
         return self.values, self.pattern, False
 
-    def _with_leaf(self, leaf):
-        """Return the like of it whose numbers, those that are differentiated in, are `leaf`."""
-        return self.with_values(leaf)
-
     def with_values(self, values):
         """Return a SparseTensor with the same pattern and other values."""
         return SparseTensor(self.pattern, values)
+
+    _with_leaf = with_values  # the like of it with other numbers to be differentiated in
 
     def astype(self, dtype):
         """Return it in float32 or float64, differentiably."""
@@ -536,13 +522,6 @@ def _scaled(S, d):
     return S.scale(rows=flat) if d_cols == 1 else S.scale(cols=flat)
 
 
-def _sparse_operator(name, function):
-    """Let a Tensor and a SparseTensor on either side of an operator meet in one function."""
-    ops.bind_operator(name, function)
-    setattr(SparseTensor, f"__{name}__", lambda self, other: function(self, other))
-    setattr(SparseTensor, f"__r{name}__", lambda self, other: function(other, self))
-
-
 def _times(x, y):
     """Return ``x * y``, elementwise but for SciPy's matrices, which mean the product by it."""
     if isinstance(x, sp.spmatrix) or isinstance(y, sp.spmatrix):
@@ -550,8 +529,11 @@ def _times(x, y):
     return multiply(x, y)
 
 
-_sparse_operator("matmul", matmul)
-_sparse_operator("mul", _times)
+# A Tensor and a SparseTensor on either side of an operator meet in one function.
+ops.bind_operator("matmul", matmul)
+ops.bind_operator("mul", _times)
+for _name in ("__matmul__", "__rmatmul__", "__mul__", "__rmul__"):
+    setattr(SparseTensor, _name, getattr(Tensor, _name))
 
 
 def sddmm(U, V, pattern):
@@ -670,10 +652,8 @@ class SparseParameter(SparseTensor):
             wrong = np.flatnonzero((start != given) & ~(np.isnan(start) & np.isnan(given)))
             if len(wrong):
                 w = wrong[0]
-                raise ValueError(
-                    f"SparseParameter: label {labels[w]} is one weight, but its entries start from "
-                    f"{start[w]} and {given[w]}"
-                )
+                but = f"but its entries start from {start[w]} and {given[w]}"
+                raise ValueError(f"SparseParameter: label {labels[w]} is one weight, {but}")
         index_map = IndexMap(index, len(first)) if len(first) < pattern.nnz else None
         base = values if len(trained) < pattern.nnz else None
         self._setup(pattern, Tensor(values[first], True), index_map, base)

@@ -1,7 +1,5 @@
 """The computation graph as text that draws: DOT, Mermaid, and a picture in notebooks."""
 
-from __future__ import annotations
-
 from .engine import Tensor
 
 

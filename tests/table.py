@@ -692,16 +692,10 @@ TABLE: list[Row] = [
     *(
         Row(
             f"relu_affine{batch}",
-            lambda v, x, b: mss.relu_affine(v, x, b, pattern=P),
+            lambda v, x, b: mss.affine(v, x, b, pattern=P, relu=True),
             lambda v, x, b: np.maximum(x, 0) @ dense(v, P).T + b,
             (normal(P.nnz), normal(*batch, P.shape[1]), normal(P.shape[0])),
-            (mss.relu_affine,),
-            (
-                (
-                    ValueError,
-                    lambda: mss.relu_affine(P_TENSOR.values, np.ones(7), np.ones(4), pattern=P),
-                ),
-            ),
+            (mss.affine,),
             order=3,
         )
         for batch in ((3,), (), (0,), (16,))

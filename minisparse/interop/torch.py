@@ -4,8 +4,6 @@ Values and activations stay PyTorch's: the kernels read and write their memory. 
 here differentiate into each other, so that derivatives of any order come from PyTorch's engine.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

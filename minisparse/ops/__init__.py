@@ -1,7 +1,5 @@
 """The dense operations, and what makes a Tensor speak Python's operators and NumPy's protocol."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

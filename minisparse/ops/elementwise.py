@@ -1,9 +1,7 @@
 """Elementwise primitives, each with its rule right below it.  All broadcast as NumPy does."""
 
-from __future__ import annotations
-
+import functools
 import math
-import operator
 
 import numpy as np
 
@@ -18,13 +16,21 @@ __all__ = [
 ]  # fmt: skip
 
 
+def of_numpy(function):
+    """Make a primitive of NumPy's function of the same name; what is decorated only describes it.
+
+    There are no keywords: with them NumPy could write where no rule knows of it.
+    """
+    compute = getattr(np, function.__name__)
+    return primitive(functools.wraps(function)(lambda *arrays: compute(*arrays)))
+
+
 # ------------------------------------------------------------------------------------ arithmetic
 
 
-@primitive
+@of_numpy
 def add(x, y):
     """Return ``x + y``."""
-    return np.add(x, y)
 
 
 @add.vjp
@@ -32,10 +38,9 @@ def _(g, need, x_shape, y_shape):
     return fold(g, x_shape) if need[0] else None, fold(g, y_shape) if need[1] else None
 
 
-@primitive
+@of_numpy
 def subtract(x, y):
     """Return ``x - y``."""
-    return np.subtract(x, y)
 
 
 @subtract.vjp
@@ -43,10 +48,9 @@ def _(g, need, x_shape, y_shape):
     return fold(g, x_shape) if need[0] else None, fold(-g, y_shape) if need[1] else None
 
 
-@primitive
+@of_numpy
 def multiply(x, y):
     """Return ``x * y``."""
-    return np.multiply(x, y)
 
 
 @multiply.vjp(x=1, y=0)
@@ -54,7 +58,7 @@ def _(g, need, x, y, x_shape, y_shape):
     return fold(g * y, x_shape) if need[0] else None, fold(g * x, y_shape) if need[1] else None
 
 
-@primitive
+@of_numpy
 def divide(x, y):
     """Return ``x / y``.
 
@@ -64,7 +68,6 @@ def divide(x, y):
     ``ms.where(d > 0, x / ms.where(d > 0, d, 1), 0)``.  Masking only the result leaves 0 times
     infinity in the gradient, which is NaN.
     """
-    return np.divide(x, y)
 
 
 @divide.vjp(out=1)
@@ -73,10 +76,9 @@ def _(g, need, y, out, x_shape, y_shape):
     return fold(dx, x_shape) if need[0] else None, fold(-dx * out, y_shape) if need[1] else None
 
 
-@primitive
+@of_numpy
 def power(x, y):
     """Return ``x ** y``; the exponent's gradient at ``0 ** y`` is 0 for y ≥ 0."""
-    return np.power(x, y)
 
 
 @power.vjp(out=1)
@@ -92,28 +94,25 @@ def _(g, need, x, y, out, x_shape, y_shape):
     return dx, dy
 
 
-@primitive
+@of_numpy
 def negative(x):
     """Return ``-x``."""
-    return np.negative(x)
 
 
 negative.vjp(lambda g, need: -g)
 
 
-@primitive
+@of_numpy
 def absolute(x):
     """Return ``|x|``; the gradient at 0 is 0."""
-    return np.absolute(x)
 
 
 absolute.vjp(lambda g, need, x: g * sign(x))
 
 
-@primitive
+@of_numpy
 def sign(x):
     """Return -1, 0 or 1; the gradient is 0 everywhere."""
-    return np.sign(x)
 
 
 sign.vjp(lambda g, need: np.zeros_like(raw(g)))
@@ -122,55 +121,49 @@ sign.vjp(lambda g, need: np.zeros_like(raw(g)))
 # --------------------------------------------------------------------- exponentials and powers
 
 
-@primitive
+@of_numpy
 def exp(x):
     """Return ``e ** x``."""
-    return np.exp(x)
 
 
 exp.vjp(lambda g, need, out: g * out)
 
 
-@primitive
+@of_numpy
 def expm1(x):
     """Return ``e ** x - 1``, exact near 0."""
-    return np.expm1(x)
 
 
 expm1.vjp(lambda g, need, out: g * (out + 1))
 
 
-@primitive
+@of_numpy
 def log(x):
     """Return the natural logarithm of `x`."""
-    return np.log(x)
 
 
 log.vjp(lambda g, need, x: g / x)
 
 
-@primitive
+@of_numpy
 def log1p(x):
     """Return ``log(1 + x)``, exact near 0."""
-    return np.log1p(x)
 
 
 log1p.vjp(lambda g, need, x: g / (x + 1))
 
 
-@primitive
+@of_numpy
 def sqrt(x):
     """Return the square root of `x`; the gradient at 0 is infinite."""
-    return np.sqrt(x)
 
 
 sqrt.vjp(lambda g, need, out: g * 0.5 / out)
 
 
-@primitive
+@of_numpy
 def square(x):
     """Return ``x * x``."""
-    return np.square(x)
 
 
 square.vjp(lambda g, need, x: g * x * 2)
@@ -179,46 +172,41 @@ square.vjp(lambda g, need, x: g * x * 2)
 # ------------------------------------------------------------------------------ trigonometry
 
 
-@primitive
+@of_numpy
 def sin(x):
     """Return the sine of `x` in radians."""
-    return np.sin(x)
 
 
 sin.vjp(lambda g, need, x: g * cos(x))
 
 
-@primitive
+@of_numpy
 def cos(x):
     """Return the cosine of `x` in radians."""
-    return np.cos(x)
 
 
 cos.vjp(lambda g, need, x: -g * sin(x))
 
 
-@primitive
+@of_numpy
 def tan(x):
     """Return the tangent of `x` in radians."""
-    return np.tan(x)
 
 
 tan.vjp(lambda g, need, out: g * (out * out + 1))
 
 
-@primitive
+@of_numpy
 def arctan(x):
     """Return the inverse tangent of `x`, in radians."""
-    return np.arctan(x)
 
 
 arctan.vjp(lambda g, need, x: g / (x * x + 1))
 
 
-@primitive
+@of_numpy
 def tanh(x):
     """Return the hyperbolic tangent of `x`."""
-    return np.tanh(x)
 
 
 tanh.vjp(lambda g, need, out: g * (1 - out * out))
@@ -347,33 +335,27 @@ def where(condition, x, y):
     return _where(x, y, condition=np.asarray(raw(condition).astype(bool), like=like))
 
 
-def _shared(better):
-    """Return the rule of maximum or minimum: all to the better operand, half to each at a tie."""
-
-    def rule(g, need, x, y, x_shape, y_shape):
-        share = np.where(x == y, 0.5, better(x, y)).astype(x.dtype)
-        dx = fold(g * share, x_shape) if need[0] else None
-        return dx, fold(g * (1 - share), y_shape) if need[1] else None
-
-    return rule
+def _shared(better, g, need, x, y, x_shape, y_shape):
+    """Give all to the operand of maximum or minimum that is `better`, half to each at a tie."""
+    share = np.where(x == y, 0.5, better(x, y)).astype(x.dtype)
+    dx = fold(g * share, x_shape) if need[0] else None
+    return dx, fold(g * (1 - share), y_shape) if need[1] else None
 
 
-@primitive
+@of_numpy
 def maximum(x, y):
     """Return the larger of `x` and `y`; ties share the gradient equally."""
-    return np.maximum(x, y)
 
 
-maximum.vjp(_shared(operator.gt))
+maximum.vjp(functools.partial(_shared, np.greater))
 
 
-@primitive
+@of_numpy
 def minimum(x, y):
     """Return the smaller of `x` and `y`; ties share the gradient equally."""
-    return np.minimum(x, y)
 
 
-minimum.vjp(_shared(operator.lt))
+minimum.vjp(functools.partial(_shared, np.less))
 
 
 @primitive
@@ -384,9 +366,5 @@ def clip(x, *, a_min=None, a_max=None):
 
 @clip.vjp
 def _(g, need, x, x_shape, a_min, a_max):
-    inside = np.ones_like(raw(g), dtype=bool)
-    if a_min is not None:
-        inside &= x >= a_min
-    if a_max is not None:
-        inside &= x <= a_max
+    inside = raw(x) == np.clip(raw(x), a_min, a_max)
     return fold(_where(g, 0.0, condition=inside), x_shape)

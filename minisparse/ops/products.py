@@ -1,29 +1,25 @@
 """Dense products."""
 
-from __future__ import annotations
-
 import math
 
-import numpy as np
-
-from ..engine import primitive, raw
-from .elementwise import multiply
+from ..engine import raw
+from .elementwise import multiply, of_numpy
 from .shapes import fold, reshape, swapped, transpose
 
 __all__ = ["dot", "matmul"]
 
 
-@primitive
+@of_numpy
 def matmul(x, y):
     """Return ``x @ y`` of dense operands, with NumPy's rules for vectors and stacks."""
-    return np.matmul(x, y)
 
 
 @matmul.vjp(x=1, y=0)
 def _(g, need, x, y, x_shape, y_shape):
     # A vector is a matrix of one row (on the left) or one column (on the right).
     g_shape = g.shape[: len(g.shape) - (len(x_shape) > 1) - (len(y_shape) > 1)]
-    left, right = _matrix(x_shape, 0), _matrix(y_shape, 1)
+    left = x_shape if len(x_shape) > 1 else (1, *x_shape)
+    right = y_shape if len(y_shape) > 1 else (*y_shape, 1)
     g = reshape(g, shape=g_shape + left[-2:-1] + right[-1:])
     dx = dy = None
     if need[0]:
@@ -33,13 +29,6 @@ def _(g, need, x, y, x_shape, y_shape):
         x = reshape(x, shape=(1, -1)) if len(x_shape) == 1 else x
         dy = reshape(fold(matmul(swapped(x), g), right), shape=y_shape)
     return dx, dy
-
-
-def _matrix(shape, side):
-    """Return the shape of a factor with a vector made a row (side 0) or a column (side 1)."""
-    if len(shape) > 1:
-        return shape
-    return (1, *shape) if side == 0 else (*shape, 1)
 
 
 def dot(x, y):

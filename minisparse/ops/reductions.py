@@ -1,7 +1,5 @@
 """Primitives that reduce axes, each with its rule right below it."""
 
-from __future__ import annotations
-
 import builtins
 import math
 

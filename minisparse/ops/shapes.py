@@ -1,8 +1,7 @@
 """Primitives that move numbers about: shapes, views, joins, and indexing with its adjoint."""
 
-from __future__ import annotations
-
 import copy
+import itertools
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
@@ -119,12 +118,9 @@ def _concatenate(*xs, axis):
 @_concatenate.vjp
 def _(g, need, xs_shape, axis):
     axis = normalize_axis_index(axis, g.ndim)
-    ends = np.cumsum([shape[axis] for shape in xs_shape]).tolist()
-    lead = (slice(None),) * axis
-    return tuple(
-        _getitem(g, key=(*lead, slice(end - shape[axis], end))) if needed else None
-        for needed, shape, end in zip(need, xs_shape, ends, strict=True)
-    )
+    ends = np.cumsum([0, *(shape[axis] for shape in xs_shape)]).tolist()
+    keys = [(slice(None),) * axis + (slice(*cut),) for cut in itertools.pairwise(ends)]
+    return tuple(_getitem(g, key=k) if n else None for k, n in zip(keys, need, strict=True))
 
 
 def concatenate(arrays, axis=0):
