@@ -28,7 +28,7 @@ from .linalg import spsolve
 from .ops import *
 from .pattern import Pattern, PatternMismatchError
 from .runtime import show_config
-from .sparse import SparseParameter, SparseTensor, matmul, multiply, sddmm  # noqa: F401
+from .sparse import SparseParameter, SparseTensor, matmul, multiply, sddmm
 
 __version__ = "0.1.0"
 

@@ -46,7 +46,8 @@ class Plan:
     __slots__ = ("derived", "indices", "indptr", "n_cols", "n_rows", "nnz", "perm")
 
     def __init__(self, indptr, indices, n_cols, perm=None):
-        self.indptr, self.indices, self.perm = indptr, indices, perm
+        self.indptr, self.indices = indptr, indices
+        self.perm = indices[:0] if perm is None else perm  # empty: the values come as they are
         self.n_rows, self.n_cols, self.nnz = len(indptr) - 1, n_cols, len(indices)
         self.derived = {}
 

@@ -748,7 +748,7 @@ def _steps(plan):
     along in streams, the second stays in a block: both are kind to caches. `far` is empty where
     one step is enough; so is `near` where nothing is permuted.
     """
-    far, near = plan.indices[:0], plan.indices[:0] if plan.perm is None else plan.perm
+    far, near = plan.indices[:0], plan.perm
     if len(near) > DIRECT:
         far, block = np.empty_like(near), np.empty(plan.nnz, np.uint16)  # sorted by radix
         block[near] = np.arange(plan.nnz) // max(BLOCK, plan.nnz >> 8)  # at most 257 streams

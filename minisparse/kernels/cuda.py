@@ -58,24 +58,21 @@ def is_available():
 
 @functools.cache
 def _kernel(body, rows=False):
-    """Make the kernel in which each thread calls ``body(*args)``.
+    """Make a kernel of a body, whose argument is the tuple of all, for want of ``*args``.
 
-    If `rows`, its arguments are n and args, and threads call ``body(i, i + 1, *args)`` for i < n;
-    one calls ``body(0, 0, *args)`` if n is 0. Arguments come in a tuple, for want of ``*args``.
+    If `rows`, its arguments are n and the tuple, and threads call ``body(i, i + 1, *args)`` for
+    i < n; one calls ``body(0, 0, *args)`` if n is 0.
     """
     global cuda
     from numba import cuda
 
-    body = cuda.jit(body, device=True)
+    body = cuda.jit(body, device=rows)
 
-    def each_thread(args):
-        body(*args)
-
-    def each_row(n, args):
+    def each(n, args):
         for i in range(cuda.grid(1), max(n, 1), cuda.gridsize(1)):
             body(i, min(i + 1, n), *args)
 
-    return cuda.jit(each_row if rows else each_thread)
+    return cuda.jit(each) if rows else body
 
 
 # Kept, since by this object Numba finds the launches it has prepared.
@@ -154,12 +151,6 @@ def add_at(out, key, x):
 
 
 @derived
-def _perm(plan):
-    """Return the perm, or what stands for none in kernels."""
-    return plan.indices[:0] if plan.perm is None else plan.perm
-
-
-@derived
 def _rows(plan):
     """Return the row of each entry."""
     return np.repeat(np.arange(plan.n_rows, dtype=plan.indices.dtype), np.diff(plan.indptr))
@@ -203,7 +194,7 @@ def _pieces(plan):
     target = row.copy()
     target[counts[row] > 1] = below
     sums = np.append(0, counts[long].cumsum()), long, below, below[:0]
-    return (cut, target, plan.indices, _perm(plan)), sums
+    return (cut, target, plan.indices, plan.perm), sums
 
 
 def spmm(plan, values, x, bias=None, relu=False):
@@ -223,13 +214,14 @@ def spmm(plan, values, x, bias=None, relu=False):
     return out[: plan.n_rows]
 
 
-def _sddmm(out, u, v, rows, indices, perm, k):
+def _sddmm(args):
     """Body of sddmm: a block is of (lanes, groups) threads, a group takes EACH entries in turn.
 
     Each lane sums every so manieth column. What they have meets in shared memory, where one thread
     for each entry adds it from left to right; the odd step spreads these threads over the banks.
     Neighbouring entries are mostly of one row, which is then in the nearest cache.
     """
+    out, u, v, rows, indices, perm, k = args
     sums, zero = cuda.shared.array(SUMS, u.dtype), u.dtype.type(0)
     lane, lanes, group = cuda.threadIdx.x, cuda.blockDim.x, cuda.threadIdx.y
     groups, step = cuda.blockDim.y, lanes | 1
@@ -259,7 +251,7 @@ def sddmm(plan, u, v):
     out, k = np.empty(plan.nnz, u.dtype, like=u), math.prod(u.shape[1:])
     lanes = min(32, 1 << max(k // 4, 1).bit_length() - 1)  # a power of two
     grid = (max(1, -(-plan.nnz * lanes // (BLOCK * EACH))),)
-    args = out, _vector(u), _vector(v), _rows(plan), plan.indices, _perm(plan), k
+    args = out, _vector(u), _vector(v), _rows(plan), plan.indices, plan.perm, k
     _launch(_kernel(_sddmm), grid, (lanes, BLOCK // lanes), args)
     return out
 
@@ -309,7 +301,7 @@ def spgemm(plan, plan_a, plan_b, a, b, dot=False):
     For each entry (i, c) of the result, O(entries of A's row i, times the logarithm of those of a
     row of B) work. With `dot`, of A Bᵀ.
     """
-    structure = _rows(plan), plan.indices, plan_a.indptr, plan_a.indices, _perm(plan_a)
+    structure = _rows(plan), plan.indices, plan_a.indptr, plan_a.indices, plan_a.perm
     structure = *structure, plan_b.indptr, plan_b.indices, dot
     return run(_matched, plan.nnz, a, b, *structure, new=(plan.nnz, a))
 

@@ -83,7 +83,7 @@ def spmm(plan, values, x, bias=None, relu=False):
     for i in range(plan.n_rows):
         out[i] = 0 if bias is None else bias[i]
         for e in range(plan.indptr[i], plan.indptr[i + 1]):
-            value = values[e if plan.perm is None else plan.perm[e]]
+            value = values[plan.perm[e] if len(plan.perm) else e]
             out[i] += value * x[plan.indices[e]]
     return out
 
@@ -138,7 +138,7 @@ def sddmm(plan, u, v):
     out = np.zeros(plan.nnz, u.dtype)
     for i in range(plan.n_rows):
         for e in range(plan.indptr[i], plan.indptr[i + 1]):
-            at = e if plan.perm is None else plan.perm[e]
+            at = plan.perm[e] if len(plan.perm) else e
             for c in range(u.shape[1]):
                 out[at] += u[i, c] * v[plan.indices[e], c]
     return out
