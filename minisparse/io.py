@@ -87,8 +87,7 @@ def _packed(value, where, arrays, patterns):
         return {"array": name}
 
     if isinstance(value, dict):
-        wrong = [key for key in value if not isinstance(key, str)]
-        if wrong:
+        if wrong := [key for key in value if not isinstance(key, str)]:
             raise TypeError(f"save: the key {wrong[0]!r} in {where or 'the state'} is no string")
         parts = {k: _packed(v, f"{where}[{k!r}]", arrays, patterns) for k, v in value.items()}
         return {"dict": parts}

@@ -656,11 +656,8 @@ class SparseParameter(SparseTensor):
                 raise ValueError(f"SparseParameter: label {labels[w]} is one weight, {but}")
         index_map = IndexMap(index, len(first)) if len(first) < pattern.nnz else None
         base = values if len(trained) < pattern.nnz else None
-        self._setup(pattern, Tensor(values[first], True), index_map, base)
-
-    def _setup(self, pattern, free, index_map, base):
-        self._pattern, self._free, self._index_map, self._base = pattern, free, index_map, base
-        self._cache = None
+        self._pattern, self._free = pattern, Tensor(values[first], True)
+        self._index_map, self._base, self._cache = index_map, base, None
 
     @classmethod
     def from_dense(cls, D, mask):
@@ -727,7 +724,9 @@ class SparseParameter(SparseTensor):
         return self.free
 
     def _with_leaf(self, leaf):
-        return _rebuild_parameter(self.pattern, leaf, self._index_map, self._base)
+        other = SparseParameter.__new__(SparseParameter)
+        vars(other).update(vars(self), _free=leaf, _cache=None)
+        return other
 
     def to(self, device):
         """Return a new parameter on "cpu" or "cuda"; itself if it is there."""
@@ -742,14 +741,8 @@ class SparseParameter(SparseTensor):
 
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __imatmul__ = _no_place
 
-    def __reduce__(self):
-        return _rebuild_parameter, (self.pattern, self.free, self._index_map, self._base)
-
-
-def _rebuild_parameter(*parts):
-    self = SparseParameter.__new__(SparseParameter)
-    self._setup(*parts)
-    return self
+    def __getstate__(self):
+        return vars(self) | {"_cache": None}
 
 
 def _at_entries(what, kind, pattern, ordered):

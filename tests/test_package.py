@@ -66,7 +66,6 @@ def test_imports_point_one_way(path):
     assert "minisparse" not in outside
     if own == "engine":
         standard = {
-            "__future__",
             "contextlib",
             "contextvars",
             "functools",
