@@ -346,7 +346,8 @@ def spgemm_dot(plan, plan_x, plan_y, x, y, transpose=False, run=run):
     read. If `transpose`, each thread lays all of X out, since its rows are summed over.
     """
     structure = [array for p in (plan, plan_x, plan_y) for array in (p.indptr, p.indices)]
-    hints = {"new": (plan.nnz, x), "by": plan.indptr, "cost": 64, "parts": 1 if transpose else 2}
+    cost = 64 * max(plan_x.nnz // (plan.nnz + 1), 1)  # all of X is laid out
+    hints = {"new": (plan.nnz, x), "by": plan.indptr, "cost": cost, "parts": 2 - transpose}
     body = _spgemm_dot_T if transpose else _spgemm_dot
     return run(body, plan.n_rows, x, y, *structure, plan_x.n_cols, **hints)
 
