@@ -9,7 +9,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from . import kernels, ops
-from .engine import Tensor, primitive, raw, tensor
+from .engine import Tensor, primitive, raw, require, tensor
 from .ops.shapes import indices_of
 from .pattern import IndexMap, Pattern, once
 from .sparse import SparseTensor, as_sparse, gather, segment_sum
@@ -53,8 +53,7 @@ def _elementwise(function, merged):
 
     def operator(x, y):
         x, y = as_sparse(x, y), as_sparse(y, x)
-        if x.shape != y.shape:
-            raise ValueError(f"{function.__name__}: shapes {x.shape} and {y.shape} differ")
+        require(x.shape == y.shape, f"{function.__name__}: shapes {x.shape} and {y.shape} differ")
         if x.pattern == y.pattern:
             return x.with_values(function(x.values, y.values))
         return merged(x, y)
@@ -304,8 +303,7 @@ def _as_blocks(blocks, what):
         if b is None or isinstance(b, SparseTensor):
             return b
         b = b if isinstance(b, Tensor) or sp.issparse(b) else np.asarray(b)
-        if b.ndim != 2:
-            raise ValueError(f"{what}: a block of shape {b.shape} is not a matrix")
+        require(b.ndim == 2, f"{what}: a block of shape {b.shape} is not a matrix")
         if isinstance(b, Tensor):
             return SparseTensor(Pattern.dense(b.shape), ops.ravel(b))
         return as_sparse(sp.csr_array(b), first)
@@ -389,8 +387,7 @@ def block_diag(blocks):
            [0., 0., 3.]])
     """
     blocks = _as_blocks(list(blocks), "block_diag")
-    if not blocks or None in blocks:
-        raise ValueError("block_diag: needs a list of matrices")
+    require(blocks and None not in blocks, "block_diag: needs a list of matrices")
     pattern = Pattern.block_diagonal([b.pattern for b in blocks])
     return SparseTensor(pattern, ops.concatenate([b.values for b in blocks]))
 
@@ -414,6 +411,5 @@ def diag(vector):
     tensor([3., 8.])
     """
     vector = vector if isinstance(vector, Tensor) else tensor(vector)
-    if vector.ndim != 1:
-        raise ValueError(f"diag: needs a vector, got shape {vector.shape}")
+    require(vector.ndim == 1, f"diag: needs a vector, got shape {vector.shape}")
     return SparseTensor(Pattern.diagonal(len(vector)), vector)

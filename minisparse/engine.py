@@ -96,6 +96,12 @@ def is_grad_enabled() -> bool:
 # ------------------------------------------------------------------------------------ tensors
 
 
+def require(holds, message, error=ValueError):
+    """Raise `error` unless it holds. Not where time counts: the message is made in any case."""
+    if not holds:
+        raise error(message)
+
+
 def as_dtype(dtype, what="dtype") -> np.dtype:
     """Return float32 or float64 in native byte order; anything else is a TypeError."""
     dtype = np.dtype(dtype)
@@ -212,8 +218,7 @@ class Tensor(_Base):
         ValueError, TypeError
             If `gradient` has another shape, or holds no real numbers.
         """
-        if not self._requires_grad:
-            raise RuntimeError("backward: this Tensor does not require grad")
+        require(self._requires_grad, "backward: this Tensor does not require grad", RuntimeError)
         leaves, owned = _walk(self, _seed(self, gradient, "gradient"), None, False, retain_graph)
         for leaf, g in leaves.items():
             if leaf._grad is not None:
@@ -534,10 +539,8 @@ def grad(output, inputs, grad_output=None, *, create_graph=False, retain_graph=N
     inputs = [inputs] if single else inputs
     targets = [t.__tensor__() if hasattr(t, "__tensor__") else t for t in inputs]
     for i, t in enumerate(targets):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"grad: input {i} is a {type(t).__name__}, not a Tensor")
-        if not t._requires_grad:
-            raise ValueError(f"grad: input {i} does not require grad")
+        require(isinstance(t, Tensor), f"grad: input {i} is a {type(t)}, not a Tensor", TypeError)
+        require(t._requires_grad, f"grad: input {i} does not require grad")
     edges = [t._node or t for t in targets]
     found, owned = {}, set()
     seed = _seed(output, grad_output, "grad_output", create_graph)

@@ -11,7 +11,7 @@ import functools
 
 import numpy as np
 
-from .engine import Tensor, enable_grad, grad, raw, tensor
+from .engine import Tensor, enable_grad, grad, raw, require, tensor
 from .sparse import SparseTensor
 
 
@@ -31,16 +31,13 @@ def _leaf(x):
 def _evaluate(f, primals, name, scalar=False):
     """Return f's result as a Tensor, and the Tensors to differentiate in."""
     given, leaves = zip(*map(_leaf, primals), strict=True) if primals else ((), ())
-    if not primals or len(set(leaves)) < len(leaves):
-        raise ValueError(f"{name}: needs primals, and the same one not twice: copy it")
+    require(0 < len(set(leaves)) == len(leaves), f"{name}: needs primals, and none twice: copy it")
     with enable_grad():
         y = f(*given)
     if isinstance(y, SparseTensor):
         y = y.values
-    if not isinstance(y, Tensor):
-        raise TypeError(f"{name}: f returned a {type(y).__name__}, not a Tensor")
-    if scalar and y.size != 1:
-        raise ValueError(f"{name}: f returned a Tensor of shape {y.shape}, not of one element")
+    require(isinstance(y, Tensor), f"{name}: f returned {type(y)}, not a Tensor", TypeError)
+    require(not scalar or y.size == 1, f"{name}: f returned shape {y.shape}, not one element")
     return y, leaves
 
 
@@ -56,8 +53,7 @@ def _dot(gradients, tangents, leaves, name):
     one = len(leaves) == 1 and not isinstance(tangents, tuple)
     tangents = [raw(t) for t in ((tangents,) if one else tangents)]
     shapes, needed = [t.shape for t in tangents], [x.shape for x in leaves]
-    if shapes != needed:
-        raise ValueError(f"{name}: tangents of shapes {shapes}, the primals have {needed}")
+    require(shapes == needed, f"{name}: tangents of shapes {shapes}, the primals have {needed}")
     with enable_grad():
         return sum((g * t).sum() for g, t in zip(gradients, tangents, strict=True))
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from .engine import Tensor, enable_grad, grad, raw, tensor
+from .engine import Tensor, enable_grad, grad, raw, require, tensor
 from .sparse import SparseParameter, SparseTensor
 
 
@@ -56,21 +56,17 @@ def gradcheck(f, inputs, *, order=1, eps=None, rtol=None, atol=None, rng=0) -> b
     """
     eps = np.cbrt(np.finfo(float).eps) if eps is None else eps
     rtol, atol = 1e-5 if rtol is None else rtol, 1e-8 if atol is None else atol
-    if order < 1 or not eps > 0:
-        raise ValueError(f"gradcheck: order={order} and eps={eps} must be positive")
+    require(order >= 1 and eps > 0, f"gradcheck: order={order} and eps={eps} must be positive")
     single = isinstance(inputs, (Tensor, SparseTensor, np.ndarray, np.generic))
     inputs = [inputs] if single else list(inputs)
-    if not inputs:
-        raise ValueError("gradcheck: no inputs, so there is nothing to check")
+    require(inputs, "gradcheck: no inputs, so there is nothing to check")
     points, rng = [_numbers(i, x) for i, x in enumerate(inputs)], np.random.default_rng(rng)
 
     def run(*arrays):
         leaves = [tensor(a, requires_grad=True) for a in arrays]
-        pairs = [
-            (x, y.to(getattr(x, "device", "cpu"))) for x, y in zip(inputs, leaves, strict=True)
-        ]
+        pairs = zip(inputs, leaves, strict=True)
         given = [x._with_leaf(y) if isinstance(x, SparseTensor) else y for x, y in pairs]
-        return leaves, [y.to("cpu") for y in _outputs(f(*given))]
+        return leaves, _outputs(f(*given))
 
     with enable_grad():
         for level in range(1, order + 1):
@@ -86,7 +82,7 @@ def _numbers(i, x):
         x = x.free if isinstance(x, SparseParameter) else x.values
     if not isinstance(x, (Tensor, np.ndarray, np.generic)):
         raise TypeError(f"gradcheck: input {i} is a {type(x).__name__}, not a Tensor")
-    numbers = np.array(raw(x.detach().to("cpu") if isinstance(x, Tensor) else x))
+    numbers = np.array(raw(x))
     if numbers.dtype != np.float64:
         what = f"{numbers.dtype}, in which differences are mostly rounding"
         raise TypeError(f"gradcheck: input {i} is {what}; pass it .astype(np.float64)")

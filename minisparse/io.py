@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .engine import require
 from .pattern import Pattern
 
 _FORMAT = "minisparse 1"
@@ -56,8 +57,7 @@ def save(path, state):
     """
     arrays: dict[str, np.ndarray] = {}
     patterns: dict[Pattern, dict] = {}
-    if not isinstance(state, dict):
-        raise TypeError(f"save: needs a dict, not a {type(state).__name__}")
+    require(isinstance(state, dict), f"save: needs a dict, not a {type(state).__name__}", TypeError)
     tree = json.dumps({"format": _FORMAT, "state": _packed(state, "", arrays, patterns)})
     path = Path(path)
     if not path.parent.is_dir():
@@ -152,8 +152,7 @@ def _unpacked(value, archive, patterns, unread):
     if kind == "array":
         unread.remove(f"{content}.npy")
         return _read(archive, content)
-    if kind != "pattern":
-        raise ValueError(f"unknown {kind}")
+    require(kind == "pattern", f"unknown {kind}")
     key = json.dumps(content)
     if key not in patterns:
         parts = (content[name] for name in ("indptr", "indices"))
@@ -166,8 +165,7 @@ def _read(archive, name):
     """Read one array, whose header is checked against what is there before it is believed."""
     data = archive.read(f"{name}.npy")
     stream = io.BytesIO(data)
-    if np.lib.format.read_magic(stream) != (1, 0):
-        raise ValueError("another version of the format")
+    require(np.lib.format.read_magic(stream) == (1, 0), "another version of the format")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
     if dtype.kind not in "biuf" or min(shape, default=0) < 0:
         raise ValueError(f"an array of dtype {dtype} and shape {shape}")

@@ -4,7 +4,7 @@ import weakref
 
 import numpy as np
 
-from .engine import Tensor, as_operand, primitive
+from .engine import Tensor, as_operand, primitive, require
 from .sparse import _sddmm, as_sparse, is_sparse, matmul
 
 _factors: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -90,8 +90,7 @@ def spsolve(S, b):
     n_rows, n_cols = S.shape
     if n_rows != n_cols or b.ndim not in (1, 2) or len(b) != n_rows:
         raise ValueError(f"spsolve: S of shape {S.shape}, b of shape {b.shape}")
-    if S.dtype != b.dtype:
-        raise TypeError(f"spsolve: S of dtype {S.dtype}, b of dtype {b.dtype}")
+    require(S.dtype == b.dtype, f"spsolve: S of dtype {S.dtype}, b of dtype {b.dtype}", TypeError)
     values, pattern, transpose = S._operand()
     if b.size == 0:  # SuperLU takes no empty operand; the product has the right shape and graph
         return matmul(S, b)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from . import ops
-from .engine import Tensor, as_dtype, as_floats, primitive, raw, tensor
+from .engine import Tensor, as_dtype, as_floats, primitive, raw, require, tensor
 from .ops.shapes import indices_of, lookup
 from .pattern import Pattern, PatternMismatchError
 from .sparse import SparseParameter, SparseTensor, affine, matmul
@@ -347,8 +347,7 @@ class SparseLinear(_Affine):
             kaiming_uniform(weight, gain=math.sqrt(1 / 3), rng=rng)
         elif not isinstance(weight, SparseParameter):
             raise TypeError(f"SparseLinear: weight is a {type(weight).__name__}")
-        if weight.shape != shape:
-            raise ValueError(f"SparseLinear: a pattern of {weight.shape} for {shape}")
+        require(weight.shape == shape, f"SparseLinear: a pattern of {weight.shape} for {shape}")
         self._start(weight, weight.pattern.fan_in, bias, rng)
 
     def forward(self, x, *, relu=False):
@@ -456,8 +455,7 @@ class Dropout(Module):
     """
 
     def __init__(self, p=0.5, *, rng=None):
-        if not 0 <= p <= 1:
-            raise ValueError(f"Dropout: p={p} is no probability")
+        require(0 <= p <= 1, f"Dropout: p={p} is no probability")
         self.p, self.rng = p, np.random.default_rng(rng)
 
     def forward(self, x):
@@ -573,8 +571,7 @@ def mse_loss(prediction, target, *, reduction="mean"):
         If the shapes differ: they are not broadcast.
     """
     shape, other = np.shape(prediction), np.shape(target)
-    if shape != other:
-        raise ValueError(f"mse_loss: prediction of shape {shape}, target {other}")
+    require(shape == other, f"mse_loss: prediction of shape {shape}, target {other}")
     return _reduced(ops.square(ops.subtract(prediction, target)), reduction)
 
 

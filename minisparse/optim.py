@@ -7,7 +7,7 @@ import operator
 import numpy as np
 
 from . import kernels
-from .engine import Tensor
+from .engine import Tensor, require
 
 
 class Optimizer:
@@ -44,10 +44,8 @@ class Optimizer:
             leaves = [self._leaf(p) for p in self._several(group["params"])]
             self.param_groups.append({**defaults, **group, "params": leaves})
         leaves = self._leaves()
-        if not leaves:
-            raise ValueError(f"{name}: no parameters")
-        if len(set(leaves)) < len(leaves):
-            raise ValueError(f"{name}: a parameter is given twice")
+        require(leaves, f"{name}: no parameters")
+        require(len(set(leaves)) == len(leaves), f"{name}: a parameter is given twice")
         for group in self.param_groups:
             self._check(group)
 
@@ -254,8 +252,7 @@ class SGD(Optimizer):
 
     def _check(self, group):
         super()._check(group)
-        if group["nesterov"] and not group["momentum"]:
-            raise ValueError("SGD: nesterov needs a momentum")
+        require(group["momentum"] or not group["nesterov"], "SGD: nesterov needs a momentum")
 
     def _new_state(self, p, zeros):
         return {"buffer": zeros(p)}
@@ -375,8 +372,7 @@ def clip_grad_norm(params, max_norm):
     >>> w.grad.round(3)
     array([0.6, 0.8])
     """
-    if not max_norm >= 0:
-        raise ValueError(f"clip_grad_norm: max_norm={max_norm} must be 0 or more")
+    require(max_norm >= 0, f"clip_grad_norm: max_norm={max_norm} must be 0 or more")
     leaves = dict.fromkeys(p.__tensor__() if hasattr(p, "__tensor__") else p for p in params)
     params = [p for p in leaves if p.grad is not None]
     flat = [getattr(p.grad, "values", p.grad).reshape(-1) for p in params]
@@ -392,8 +388,7 @@ class _Schedule:
     """Sets the learning rate of every group of an optimizer from the number of steps taken."""
 
     def __init__(self, opt):
-        if not isinstance(opt, Optimizer):
-            raise TypeError(f"{type(self).__name__}: {type(opt).__name__} is no optimizer")
+        require(isinstance(opt, Optimizer), f"{type(self)}: {type(opt)} is no optimizer", TypeError)
         self._opt, self._steps = opt, 0
         self._start = [group["lr"] for group in opt.param_groups]
         self._apply()

@@ -10,7 +10,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from . import kernels
-from .engine import as_floats
+from .engine import as_floats, require
 
 
 class cached_property(functools.cached_property):  # noqa: N801 - as the one of Python
@@ -179,11 +179,9 @@ class Pattern:
         3000
         """
         shape = n_rows, n_cols = _as_shape(shape)
-        if (density is None) == (fan_in is None):
-            raise ValueError("Pattern.random: give either density or fan_in")
+        require((density is None) != (fan_in is None), "Pattern.random: give density or fan_in")
         key, given, most = ("density", density, 1) if fan_in is None else ("fan_in", fan_in, n_cols)
-        if not 0 <= given <= most:
-            raise ValueError(f"Pattern.random: {key}={given} is not between 0 and {most}")
+        require(0 <= given <= most, f"Pattern.random: {key}={given} is not between 0 and {most}")
         if fan_in is None:  # the whole matrix as one row
             n_rows, n_cols, fan_in = 1, n_rows * n_cols, round(density * n_rows * n_cols)
         cells = _distinct(n_rows, n_cols, operator.index(fan_in), np.random.default_rng(rng))
@@ -211,8 +209,7 @@ class Pattern:
             ``r * width + c``.  A window of an even length k begins k / 2 before its pixel.
         """
         kernel = [operator.index(n) for n in np.broadcast_to(kernel, 2)]
-        if min(kernel) < 0:
-            raise ValueError(f"Pattern.local: a window of {kernel} must not be negative")
+        require(min(kernel) >= 0, f"Pattern.local: a window of {kernel} must not be negative")
         rows, columns = (
             cls.banded((n, n), k // 2, k - 1 - k // 2).to_scipy().astype(bool)
             for n, k in zip((height, width), kernel, strict=True)
@@ -439,8 +436,7 @@ def canonical(A):
             f"needs a SciPy sparse matrix, got {type(A).__name__}: scipy.sparse.csr_array(D) makes "
             "one of a dense D; where (pattern, values) is taken, that is a way too"
         )
-    if A.ndim != 2:
-        raise ValueError(f"needs a sparse matrix of two dimensions, got {A.ndim}")
+    require(A.ndim == 2, f"needs a sparse matrix of two dimensions, got {A.ndim}")
     # SciPy trusts what the user may have changed since: make the matrix, and check it, again.
     made, wide, shape = getattr(sp, f"{A.format}_array"), _wide(A.dtype), _as_shape(A.shape)
     if A.format == "coo":
@@ -453,8 +449,7 @@ def canonical(A):
     elif A.format in ("csr", "csc", "bsr"):
         A = made((A.data, A.indices, A.indptr), shape=shape)
         blocks, rest = np.divmod(shape, A.blocksize if A.format == "bsr" else 1)
-        if rest.any():
-            raise ValueError(f"Pattern: a shape of {shape} in blocks of {A.blocksize}")
+        require(not rest.any(), f"Pattern: a shape of {shape} in blocks of {A.blocksize}")
         n_rows, n_cols = blocks[::-1] if A.format == "csc" else blocks
         _check_structure(n_rows, n_cols, A.indptr, A.indices)
     B = A.tocsr()
@@ -486,8 +481,7 @@ def _as_shape(shape):
 
 def _as_indices(array, name):
     array = np.array(array)  # a copy: it is going to be frozen
-    if array.ndim != 1:
-        raise ValueError(f"Pattern: {name} must be a vector, got {array.ndim} dimensions")
+    require(array.ndim == 1, f"Pattern: {name} must be a vector, got {array.ndim} dimensions")
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"Pattern: {name} must hold integers, got dtype {array.dtype}")
     return array if array.size else np.zeros(0, np.int64)

@@ -25,7 +25,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from . import kernels, ops
-from .engine import Tensor, as_floats, as_operand, is_grad_enabled, primitive, raw, tensor
+from .engine import Tensor, as_floats, as_operand, is_grad_enabled, primitive, raw, require, tensor
 from .ops.shapes import swapped
 from .pattern import IndexMap, Pattern, _flat, _from_flat, canonical
 
@@ -564,8 +564,7 @@ def sddmm(U, V, pattern):
     >>> ms.sddmm([1.0, 2.0], [3.0, 4.0], ms.Pattern.diagonal(2)).values
     tensor([3., 8.])
     """
-    if not isinstance(pattern, Pattern):
-        raise TypeError(f"sddmm: pattern is a {type(pattern).__name__}, not a Pattern")
+    require(isinstance(pattern, Pattern), f"sddmm: pattern is {type(pattern)}", TypeError)
     if not (isinstance(U, Tensor) or isinstance(V, Tensor)):
         U, V = tensor(U), tensor(V)
     return SparseTensor(pattern, _sddmm(U, V, pattern=pattern))
@@ -682,14 +681,12 @@ class SparseParameter(SparseTensor):
         """
         if not isinstance(self, SparseParameter):
             D = tensor(self)
-            if D.ndim != 2:
-                raise ValueError(f"prune: needs a matrix, got shape {D.shape}")
+            require(D.ndim == 2, f"prune: needs a matrix, got shape {D.shape}")
             pattern = Pattern.dense(D.shape)
             return SparseParameter((pattern, D.data.ravel())).prune(keep=keep)
         fraction = isinstance(keep, (float, np.floating))
         most = 1 if fraction else self.nnz
-        if not 0 <= keep <= most:
-            raise ValueError(f"prune: keep={keep} is not between 0 and {most}")
+        require(0 <= keep <= most, f"prune: keep={keep} is not between 0 and {most}")
         n = round(float(keep) * self.nnz) if fraction else operator.index(keep)
         kept = np.argsort(-np.abs(self.values.detach().to("cpu").data), kind="stable")
         kept = np.sort(kept[:n])

@@ -34,7 +34,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 from hypothesis.extra import numpy as hnp
 
-from .engine import tensor
+from .engine import require, tensor
 from .pattern import Pattern
 from .sparse import SparseParameter, SparseTensor
 
@@ -76,8 +76,7 @@ def _argument(function, name, value):
     needs, holds, default = _NEEDS.get("sizes" if dense else name, _FLAG)
 
     def checked(value):
-        if not holds(value):
-            raise InvalidArgument(f"{function}: {name}={value!r}, needs {needs}")
+        require(holds(value), f"{function}: {name}={value!r}, needs {needs}", InvalidArgument)
         return value
 
     if isinstance(value, st.SearchStrategy) and not holds(value):

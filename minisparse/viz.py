@@ -1,6 +1,6 @@
 """The computation graph as text that draws: DOT, Mermaid, and a picture in notebooks."""
 
-from .engine import Tensor
+from .engine import Tensor, require
 
 
 class Graph:
@@ -52,8 +52,7 @@ def graph(tensor):
     """
     if hasattr(tensor, "__tensor__"):
         tensor = tensor.__tensor__()
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"graph: needs a Tensor, got a {type(tensor).__name__}")
+    require(isinstance(tensor, Tensor), f"graph: needs a Tensor, not {type(tensor)}", TypeError)
     numbers: dict = {tensor._node or tensor: 0}  # what is met first has the smaller number
     dot, mermaid, edges = ["digraph {"], ["flowchart TD"], []
     for node in (queue := list(numbers)):

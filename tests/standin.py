@@ -9,9 +9,10 @@ import collections
 import contextlib
 
 import numpy as np
+from numba import config
 
 from minisparse import kernels
-from minisparse.kernels import Plan, reference
+from minisparse.kernels import Plan, cuda, reference
 
 Flags = collections.namedtuple("Flags", "c_contiguous f_contiguous owndata")
 
@@ -204,10 +205,10 @@ def flat(values):
 
 
 class _Kernels:
-    """The kernels of the reference, on arrays of this class; NumPy's for structure alone."""
+    """Kernels on the arrays of this class, those of the reference or, simulated, of CUDA."""
 
     def __getattr__(self, name):
-        kernel = getattr(reference, name)
+        kernel = getattr(cuda if config.ENABLE_CUDASIM else reference, name)
 
         def run(*args, **kwargs):
             for a in (*args, *kwargs.values()):

@@ -25,7 +25,6 @@ cuda = None  # numba.cuda, once `_kernel` has run: kernels look for it among the
 
 BLOCK = 128  # threads of a block
 BLOCKS = 128  # a launch has at least so many; of fewer Numba warns that they keep no GPU busy
-MOST_BLOCKS = 1 << 16  # beyond so many, a thread of `run` does several rows
 SPLIT = 256  # rows of more entries are summed in pieces of so many
 EACH = 8  # entries that a group of threads of sddmm takes
 SUMS = BLOCK * EACH * 3 // 2  # what a block of sddmm has to add up, with gaps
@@ -122,8 +121,7 @@ def run(body, n, *args, new=None, **hints):
     args = [*map(_vector, args)]
     if new is not None:
         args.insert(0, np.empty(new[0], new[1].dtype, like=new[1]))
-    blocks = max(1, min(-(-n // BLOCK), MOST_BLOCKS))
-    _launch(_kernel(body, rows=True), (blocks,), (BLOCK,), n, tuple(args))
+    _launch(_kernel(body, rows=True), (max(1, -(-n // BLOCK)),), (BLOCK,), n, tuple(args))
     return args[0]
 
 

@@ -7,7 +7,7 @@ import inspect
 import numpy as np
 
 from .. import kernels
-from ..engine import Tensor, as_dtype, is_grad_enabled, raw, tensor
+from ..engine import Tensor, as_dtype, is_grad_enabled, raw, require, tensor
 from . import elementwise, products, reductions, shapes
 from .elementwise import *
 from .products import *
@@ -121,8 +121,7 @@ class _Members:
         return bool(self._array)
 
     def __len__(self):
-        if not self.shape:
-            raise TypeError("len() of a Tensor of shape ()")
+        require(self.shape, "len() of a Tensor of shape ()", TypeError)
         return self.shape[0]
 
     def __iter__(self):

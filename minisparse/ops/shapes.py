@@ -7,7 +7,7 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
 
 from .. import kernels
-from ..engine import Tensor, as_operand, primitive, raw
+from ..engine import Tensor, as_operand, primitive, raw, require
 
 __all__ = [
     "RowGrad", "broadcast_to", "concatenate", "expand_dims", "getitem", "index_add", "ravel",
@@ -143,8 +143,7 @@ def stack(arrays, axis=0):
     """
     arrays = list(arrays)
     shapes = {raw(a).shape for a in arrays}
-    if len(shapes) != 1:
-        raise ValueError(f"stack: needs one common shape, got {sorted(shapes)}")
+    require(len(shapes) == 1, f"stack: needs one common shape, got {sorted(shapes)}")
     return concatenate([expand_dims(a, axis) for a in arrays], axis)
 
 
@@ -305,8 +304,7 @@ def take_along_axis(x, indices, axis=-1):
     indices, n = indices_of(indices, "take_along_axis"), raw(x).ndim
     if axis is None:
         x, axis, n = ravel(x), 0, 1
-    if indices.ndim != n:
-        raise ValueError(f"take_along_axis: indices have {indices.ndim} axes, x has {n}")
+    require(indices.ndim == n, f"take_along_axis: indices have {indices.ndim} axes, x has {n}")
     key: list = list(np.indices(raw(x).shape, sparse=True))
     key[normalize_axis_index(axis, n)] = indices
     return _getitem(x, key=tuple(key))
