@@ -449,7 +449,8 @@ def canonical(A):
     elif A.format in ("csr", "csc", "bsr"):
         A = made((A.data, A.indices, A.indptr), shape=shape)
         blocks, rest = np.divmod(shape, A.blocksize if A.format == "bsr" else 1)
-        require(not rest.any(), f"Pattern: a shape of {shape} in blocks of {A.blocksize}")
+        if rest.any():
+            raise ValueError(f"Pattern: a shape of {shape} in blocks of {A.blocksize}")
         n_rows, n_cols = blocks[::-1] if A.format == "csc" else blocks
         _check_structure(n_rows, n_cols, A.indptr, A.indices)
     B = A.tocsr()
