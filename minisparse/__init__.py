@@ -17,13 +17,13 @@ Where to look:
 - ``set_num_threads``, ``backend``, ``warmup``, ``show_config``: how it runs; ``cuda``: on a GPU.
 """
 
-from . import nn, ops, optim, viz
+from . import cuda, nn, ops, optim, viz
 from .algebra import block, block_diag, diag
 from .engine import Tensor, grad, is_grad_enabled, no_grad, primitive, tensor
 from .functional import hessian, hvp, jacobian, jvp, value_and_grad, vjp
 from .gradcheck import GradcheckError, gradcheck
 from .io import load, save
-from .kernels import backend, cuda, get_num_threads, set_num_threads, warmup
+from .kernels import backend, get_num_threads, set_num_threads, warmup
 from .linalg import spsolve
 from .ops import *
 from .pattern import Pattern, PatternMismatchError

@@ -14,6 +14,7 @@ import numba
 import numpy as np
 import pytest
 
+import minisparse as ms
 from minisparse.kernels import cuda, reference
 
 from . import layouts
@@ -21,7 +22,7 @@ from .test_kernels import DTYPES, check_same, normal, plan_of, transposed, whole
 
 SIMULATED = bool(numba.config.ENABLE_CUDASIM)
 INSTALLED = importlib.util.find_spec("numba_cuda") is not None
-HERE = SIMULATED or (INSTALLED and cuda.is_available())
+HERE = SIMULATED or (INSTALLED and ms.cuda.is_available())
 runs = pytest.mark.skipif(not HERE, reason="neither a GPU nor NUMBA_ENABLE_CUDASIM=1")
 compiles = pytest.mark.skipif(
     SIMULATED or not INSTALLED, reason="PTX needs numba-cuda, and not the simulator"
@@ -361,19 +362,21 @@ def test_copies_live_as_long_as_their_arrays(device):
 
 
 def test_why_not(device, monkeypatch):
-    assert cuda.is_available()
-    assert cuda.why_not() is None
+    assert ms.cuda.is_available()
+    assert ms.cuda.why_not() is None
 
     def fails():
         raise RuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
 
     monkeypatch.setattr(device.cupy.cuda.runtime, "getDeviceCount", fails)
-    assert not cuda.is_available()
-    assert "no CUDA-capable device" in cuda.why_not()
+    assert not ms.cuda.is_available()
+    assert "no CUDA-capable device" in ms.cuda.why_not()
     for module in ("cupy", "numba_cuda"):
         with monkeypatch.context() as without:
             without.setitem(sys.modules, module, None)
-            assert module in cuda.why_not()
+            assert module in ms.cuda.why_not()
+            with pytest.raises(RuntimeError, match=r"takes a device.*cuda13"):
+                ms.tensor(1.0).to("cuda")
 
 
 def test_nothing_of_cuda_is_imported(in_new_process):

@@ -16,6 +16,7 @@ import threading
 
 import numpy as np
 
+from ..cuda import why_not
 from . import reference
 
 _backend = contextvars.ContextVar("minisparse_backend", default="cpu")
@@ -140,6 +141,8 @@ def moved(array, device):
         return array
     if device == "cpu":
         return array.get()
+    if why := why_not():
+        raise RuntimeError(why)
     import cupy
 
     return cupy.asarray(array)
