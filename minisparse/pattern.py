@@ -179,7 +179,7 @@ class Pattern:
         3000
         """
         shape = n_rows, n_cols = _as_shape(shape)
-        require((density is None) != (fan_in is None), "Pattern.random: give density or fan_in")
+        require((density is None) != (fan_in is None), "Pattern.random: either density or fan_in")
         key, given, most = ("density", density, 1) if fan_in is None else ("fan_in", fan_in, n_cols)
         require(0 <= given <= most, f"Pattern.random: {key}={given} is not between 0 and {most}")
         if fan_in is None:  # the whole matrix as one row

@@ -564,7 +564,7 @@ def sddmm(U, V, pattern):
     >>> ms.sddmm([1.0, 2.0], [3.0, 4.0], ms.Pattern.diagonal(2)).values
     tensor([3., 8.])
     """
-    require(isinstance(pattern, Pattern), f"sddmm: pattern is {type(pattern)}", TypeError)
+    require(isinstance(pattern, Pattern), f"sddmm: {type(pattern)} is not a Pattern", TypeError)
     if not (isinstance(U, Tensor) or isinstance(V, Tensor)):
         U, V = tensor(U), tensor(V)
     return SparseTensor(pattern, _sddmm(U, V, pattern=pattern))

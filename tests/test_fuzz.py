@@ -225,15 +225,17 @@ NO_OPERATIONS = {  # no function of numbers, or no numbers that can be different
     "ms": {
         "backend", "get_num_threads", "set_num_threads", "show_config", "warmup", "primitive",
         "tensor", "is_grad_enabled", "no_grad", "grad", "gradcheck", "GradcheckError", "load",
-        "save", "nn", "optim", "viz", "Pattern", "PatternMismatchError", "RowGrad",
+        "save", "cuda", "nn", "optim", "viz", "Pattern", "PatternMismatchError", "RowGrad",
         "SparseParameter", "SparseTensor", "Tensor",
     },
     "nn": {"Module", "batches", "kaiming_normal", "kaiming_uniform"},
     "Tensor": {
-        "backward", "data", "dtype", "grad", "item", "ndim", "numpy", "requires_grad", "shape",
-        "size",
+        "backward", "data", "device", "dtype", "grad", "item", "ndim", "numpy", "requires_grad",
+        "shape", "size", "to",
     },
-    "SparseTensor": {"dtype", "grad", "ndim", "nnz", "pattern", "shape", "to_scipy"},
+    "SparseTensor": {
+        "device", "dtype", "grad", "ndim", "nnz", "pattern", "shape", "to", "to_scipy",
+    },
 }  # fmt: skip
 SPELLED = {  # what `programs` writes as an operator, by the operator's name
     "__neg__": "negative", "__abs__": "absolute", "__getitem__": "getitem",
