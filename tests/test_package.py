@@ -19,8 +19,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # is `kernels`; within them, files import files of their own folder.
 ALLOWED = {
     "engine": set(),
-    "cuda": set(),
-    "kernels": {"cuda"},
+    "kernels": set(),
+    "cuda": {"kernels"},
     "pattern": {"kernels", "engine"},
     "ops": {"engine", "kernels"},
     "optim": {"engine", "kernels"},
@@ -109,7 +109,8 @@ def public_things():
         yield name, thing
         if inspect.ismodule(thing):
             for member, value in vars(thing).items():
-                if getattr(value, "__module__", None) == thing.__name__ and member[0] != "_":
+                own = getattr(value, "__module__", None) == thing.__name__ and member[0] != "_"
+                if own or member in getattr(thing, "__all__", ()):
                     yield f"{name}.{member}", value
 
 

@@ -16,7 +16,6 @@ import threading
 
 import numpy as np
 
-from ..cuda import why_not
 from . import reference
 
 _backend = contextvars.ContextVar("minisparse_backend", default="cpu")
@@ -141,7 +140,7 @@ def moved(array, device):
         return array
     if device == "cpu":
         return array.get()
-    if why := why_not():
+    if why := cuda.why_not():
         raise RuntimeError(why)
     import cupy
 

@@ -8,7 +8,7 @@ differ from the reference in who does what.
 The threads of a block are numbered by x first, and 32 successive ones are a warp: they load
 together, fastest from neighbouring places. So x runs over the columns of the dense operand.
 
-Importing this module imports neither Numba's CUDA nor CuPy: the first launch does.
+Importing this module imports neither Numba's CUDA nor CuPy: the first launch does, and `why_not`.
 """
 
 import functools
@@ -26,6 +26,27 @@ BLOCKS = 128  # a launch has at least so many; of fewer Numba warns that they ke
 SPLIT = 256  # rows of more entries are summed in pieces of so many
 EACH = 8  # entries that a group of threads of sddmm takes
 SUMS = BLOCK * EACH * 3 // 2  # what a block of sddmm has to add up, with gaps
+
+
+def why_not():
+    """Return why kernels cannot run on a GPU, as a sentence; None where they can.
+
+    Notes
+    -----
+    Imports numba-cuda and CuPy, and starts the driver.
+    """
+    try:
+        import cupy
+        import numba_cuda  # noqa: F401 - without it numba.cuda is an older one, or none
+
+        cupy.cuda.runtime.getDeviceCount()
+    except (ImportError, RuntimeError) as error:  # not installed; no driver, or no device
+        return f"CUDA takes a device, its driver and minisparse[cuda13] or [cuda12]: {error}."
+
+
+def is_available():
+    """Return whether kernels can run on a GPU here: see `why_not`."""
+    return why_not() is None
 
 
 # ---------------------------------------------------------------------------------------------
