@@ -34,6 +34,10 @@ LARGE = (
 """Ten times as large as the largest that a CPU is measured with."""
 
 
+TESTED = "cuda", "devices"
+"""The tests that are run before: of these names."""
+
+
 class Device:
     """Where things run, and its clock: a GPU's events; the host's clock on a CPU, to test this."""
 
@@ -257,8 +261,6 @@ def main():
         pathlib.Path(options.json).write_text(json.dumps(found, indent=1))
     sys.exit(failed)
 
-
-TESTED = "cuda", "devices"
 
 if __name__ == "__main__":
     main()

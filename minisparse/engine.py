@@ -113,7 +113,7 @@ def as_dtype(dtype, what="dtype") -> np.dtype:
 def as_floats(data, dtype=None, what="tensor") -> np.ndarray:
     """Return `data` as a new C-ordered float32 or float64 array; integers become float64.
 
-    It begins at a cache line: a row that straddles two makes the products with it slower.
+    One of NumPy begins at a cache line: a row that straddles two makes the products slower.
     """
     array = as_array(data)
     own = as_dtype(np.float64 if array.dtype.kind in "biu" else array.dtype, what)
@@ -394,7 +394,7 @@ def primitive(function):
             raise TypeError(f"{op.name}: {', '.join(wrong)} is structure and cannot be a Tensor")
         for a in args:
             if isinstance(a, Tensor):
-                like = a._array
+                like = a._array  # says dtype and device; the other operands must fit
                 dtype, kind = like.dtype, type(like)
                 break
         else:
@@ -418,6 +418,7 @@ def primitive(function):
         out = out if isinstance(out, np.ndarray) else as_array(out)
         if out.dtype is not dtype:  # only a keyword `dtype` lets a primitive change it
             out = as_operand(out, kwargs.get("dtype", dtype), f"the result of {op.name}")
+        # An array of its own memory is no view; with three operands or more, look at each.
         own = out.base is None and out is not arrays[0] and out is not arrays[-1]
         version = [0] if own and len(arrays) < 3 else _version_of(out, args)
         if not recorded:
@@ -478,7 +479,7 @@ def _beside(array, like, name):
     if array.dtype != like.dtype:
         raise TypeError(f"{name}: Tensors of {like.dtype} and {array.dtype}; use .astype on one")
     if (host := isinstance(array, np.ndarray)) is isinstance(like, np.ndarray):
-        return array
+        return array  # both NumPy's, or neither
     if host and array.ndim == 0:
         return array[()]
     raise TypeError(f"{name}: arrays on {like.device} and {array.device} do not mix: use .to(...)")
@@ -539,7 +540,7 @@ def grad(output, inputs, grad_output=None, *, create_graph=False, retain_graph=N
     inputs = [inputs] if single else inputs
     targets = [t.__tensor__() if hasattr(t, "__tensor__") else t for t in inputs]
     for i, t in enumerate(targets):
-        require(isinstance(t, Tensor), f"grad: input {i} is a {type(t)}, not a Tensor", TypeError)
+        require(isinstance(t, Tensor), f"grad: input {i} is {type(t)}, not a Tensor", TypeError)
         require(t._requires_grad, f"grad: input {i} does not require grad")
     edges = [t._node or t for t in targets]
     found, owned = {}, set()

@@ -388,7 +388,7 @@ class _Schedule:
     """Sets the learning rate of every group of an optimizer from the number of steps taken."""
 
     def __init__(self, opt):
-        require(isinstance(opt, Optimizer), f"{type(self)}: {type(opt)} is no optimizer", TypeError)
+        require(isinstance(opt, Optimizer), f"a schedule: {type(opt)} is no optimizer", TypeError)
         self._opt, self._steps = opt, 0
         self._start = [group["lr"] for group in opt.param_groups]
         self._apply()

@@ -729,7 +729,8 @@ class SparseParameter(SparseTensor):
         """Return a new parameter on "cpu" or "cuda"; itself if it is there."""
         if self.device == device:
             return self
-        other = self._with_leaf(Tensor(kernels.moved(self.free._array, device), True))
+        free = self.free
+        other = self._with_leaf(Tensor(kernels.moved(free._array, device), free.requires_grad))
         other._base = None if self._base is None else kernels.moved(self._base, device)
         return other
 

@@ -184,7 +184,7 @@ def test_sparse_products(density, dtype, index):
 @runs
 @pytest.mark.parametrize(("dtype", "index"), KINDS)
 def test_bodies_of_the_reference(dtype, index):
-    """Every one that `reference` shares, by `run`."""
+    """Those that `reference` shares, but for products and optimizers."""
     for mask in MASKS.values():
         plan = plan_of(mask, index)
         values = normal(0, plan.nnz, dtype=dtype)

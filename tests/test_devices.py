@@ -234,6 +234,9 @@ def test_sparse_tensors_and_parameters_move(device):
     np.testing.assert_array_equal(values.grad, 1.0)
     mask = np.arange(P.nnz) % 2 > 0
     W = ms.SparseParameter(S, trainable=mask)
+    W.free.requires_grad = False
+    assert not W.to("cuda").free.requires_grad
+    W.free.requires_grad = True
     V = W.to("cuda")
     assert V.to("cuda") is V
     assert W.to("cpu") is W

@@ -805,6 +805,25 @@ kernels.warmup()
     assert out.strip() == "[[1.]]"
 
 
+@pytest.mark.compiled
+def test_warmup_leaves_no_body_out(in_new_process):
+    in_new_process("""
+import inspect
+from minisparse import kernels
+from minisparse.kernels import cpu, reference
+
+def is_body(f):
+    f = getattr(f, "py_func", f)
+    return inspect.isfunction(f) and list(inspect.signature(f).parameters)[:2] == ["first", "bound"]
+
+bodies = {name for m in (cpu, reference) for name, f in vars(m).items() if is_body(f)}
+assert len(bodies) > 12
+kernels.warmup()
+assert {kernel.body.__name__ for kernel in cpu._kernels.values()} == bodies
+assert all(kernel.parallel for kernel in cpu._kernels.values())
+""")
+
+
 @pytest.fixture
 def copied(tmp_path):
     """A copy of the kernels as a package of its own, with no cache yet."""

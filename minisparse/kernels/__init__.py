@@ -201,7 +201,7 @@ def set_num_threads(n):
 
 
 def warmup(dtypes=("float32", "float64")):
-    """Compile every kernel now, instead of each at its first use."""
+    """Compile every kernel for CPUs now, instead of each at its first use."""
     if _compiled() is not reference:
         _compiled().warmup([np.dtype(d) for d in dtypes])
 

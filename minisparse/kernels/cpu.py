@@ -5,9 +5,9 @@ serially it does all. Run in parallel, T tasks draw the numbers of chunks from a
 is left. An output element is written by one chunk only, and how it is computed does not depend on
 the chunk it falls in; so the result is bitwise the same for every number of threads.
 
-The products are written here; the bodies of all else are those of `reference`. Whatever calls a
-helper lives in this one file: Numba's cache watches the file of the function that is cached, and
-would not notice a change in a helper elsewhere.
+The products with a dense matrix are written here; the bodies of all else are those of `reference`.
+What calls a helper lives in this one file: Numba's cache watches the file of the function that is
+cached, and would not notice a change in a helper elsewhere. (`ask` may: it changes no result.)
 """
 
 import contextlib
@@ -575,11 +575,11 @@ class _Kernel:
 
     Parameters
     ----------
-    body : dispatcher
+    body : function or dispatcher
     written : int
         The first so many arrays are written, the others only read.
     plain : bool
-        The body is one of `reference`: it indexes vectors. Those of this file go by addresses.
+        The body indexes vectors, as those of `reference` do. The others go by addresses.
     """
 
     def __init__(self, body, written=1, plain=False):
@@ -852,7 +852,7 @@ def spmm_vjp(plan, back, values, x, g, relu=False):
     size = g[:1].nbytes
     suits = size in (64, 128) or 0 < size == size // 256 * 256
     giants, start = _giants(back)[0], back.indptr
-    if relu and (not suits or len(giants)):  # in the pieces of giant rows there is no ReLU
+    if relu and (not suits or len(giants)):  # the pieces of giant rows know no u to gate by
         dvalues, dx = spmm_vjp(plan, back, values, gate(x, x), g)
         return dvalues, gate(dx, x)
     # One walk pays where a row is whole vectors; but it does not split the row that dominates.
@@ -886,12 +886,12 @@ def warmup(dtypes):
         row = x[0]
         spmm(plan, row, x), spmm(plan, row, x, None, True)
         sddmm(plan, x, x)
-        gather(row, plan.indices)
+        gather(row, plan.indices), run(_scatter, 1, row, plan.indices, new=(1, row))
         segment_sum(row, plan.indptr, plan.indices)
         row_max(plan, row)
         row_softmax(plan, row)
         spgemm(plan, plan, plan, row, row)
-        spgemm_dot(plan, plan, plan, row, row)
+        spgemm_dot(plan, plan, plan, row, row), spgemm_dot(plan, plan, plan, row, row, True)
         sgd(row, row.copy(), None, 0.1)
         adam(row, row.copy(), row.copy(), row.copy(), np.zeros(1, np.int64), 0.1, 0.9, 0.99, 1e-8)
         contiguous(np.ones((64, 65), dtype).T)

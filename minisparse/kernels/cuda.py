@@ -124,7 +124,7 @@ def run(body, n, *args, new=None, **hints):
 
 
 def _run_adam(body, n, p, m, v, count, *args, **hints):
-    """Run the body of `adam`; the count of steps stays on the host, and is raised there."""
+    """Run the body of `adam`. The count stays on the host, and is raised there after the launch."""
     run(body, n, p, m, v, np.empty(1, count.dtype, like=p), *args)
     count += 1
 
@@ -198,7 +198,7 @@ def spmm(plan, values, x, bias=None, relu=False):
 
     Notes
     -----
-    O(nnz·k + n_rows·k) work. A row of any length is shared by many blocks.
+    O(nnz·k + n_rows·k) work. A long row is shared by many blocks.
     """
     k, none, (pieces, sums) = math.prod(x.shape[1:]), values[:0], _pieces(plan)
     x, bias = gate(x, x) if relu else x, none if bias is None else bias
@@ -213,8 +213,9 @@ def spmm(plan, values, x, bias=None, relu=False):
 def _sddmm(args):
     """Body of sddmm: a block is of (lanes, groups) threads, a group takes EACH entries in turn.
 
-    Each lane sums every so manieth column. What they have meets in shared memory, where one thread
-    for each entry adds it from left to right; the odd step spreads these threads over the banks.
+    Lane l sums columns l, l + lanes, and so on. What they have meets in shared memory, where one
+    thread for each entry adds it from left to right; the odd step spreads these threads over the
+    banks.
     Neighbouring entries are mostly of one row, which is then in the nearest cache.
     """
     out, u, v, rows, indices, perm, k = args
@@ -295,7 +296,7 @@ def spgemm(plan, plan_a, plan_b, a, b, dot=False):
     Notes
     -----
     For each entry (i, c) of the result, O(entries of A's row i, times the logarithm of those of a
-    row of B) work. With `dot`, of A Bᵀ.
+    row of B) work. With `dot` the result is B Aᵀ, and A's row is c.
     """
     structure = _rows(plan), plan.indices, plan_a.indptr, plan_a.indices, plan_a.perm
     structure = *structure, plan_b.indptr, plan_b.indices, dot

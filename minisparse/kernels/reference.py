@@ -3,9 +3,10 @@
 These functions are the definition that every other backend is tested against, and what runs when
 Numba's compiler is switched off. They are slow: each number is handled by the interpreter.
 
-Products are written once more for each backend, since their speed is in how they load memory. All
-else is written here only: a *body* does the rows or elements `first` to `bound` (exclusive) of the
-work, and a backend's `run` says who runs it: here the interpreter, in `cpu` Numba's threads.
+Products with a dense matrix are written once more for each backend, since their speed is in how
+they load memory; sparse products once more for GPUs. All else is written here only: a *body* does
+the rows or elements `first` to `bound` (exclusive) of the work, and a backend's `run` says who runs
+it: here the interpreter, in `cpu` Numba's threads, in `cuda` those of a GPU.
 
 Throughout, A is a matrix of shape (n_rows, n_cols) in compressed sparse row form: the entries of
 row i are numbered ``indptr[i]`` to ``indptr[i + 1] - 1``; entry e lies in column ``indices[e]`` and
@@ -29,7 +30,7 @@ def run(body, n, *args, new=None, **hints):
     body : function
         ``body(first, bound, *args)`` does its part of the work and writes nothing that another part
         reads or writes. Compiled as it stands: plain indexing of vectors, no other function of
-        ours, `math` for functions of one number.
+        ours but `ask`, `math` for functions of one number.
     n : int
         The number of rows or elements.
     *args : ndarray or number
@@ -499,5 +500,5 @@ def contiguous(x):
     return np.require(x, x.dtype.newbyteorder("="), ["C", "A", "E"])
 
 
-# What has a body for any `run`.
+# What has a body for any `run`; `cpu` and `cuda` unpack it in this order.
 SHARED = gather, segment_sum, gate, row_max, row_softmax, spgemm, spgemm_dot, sgd, adam

@@ -10,9 +10,7 @@ from ..engine import primitive, raw
 from .elementwise import _where, exp, square
 from .shapes import broadcast_to, reshape
 
-__all__ = [
-    "log_softmax", "logsumexp", "max", "mean", "min", "norm", "softmax", "std", "sum", "var",
-]  # fmt: skip
+__all__ = ["log_softmax", "logsumexp", "max", "mean", "min", "norm", "softmax", "std", "sum", "var"]
 
 
 def _kept(shape, axis):
@@ -89,6 +87,7 @@ min.vjp(_to_best)
 
 def _top(x, axis):
     """Return the largest entries, kept, with 0 for -inf: what exponents are taken from."""
+    # The sum of nothing has the shape; np.max of nothing raises.
     top = (np.max if x.size else np.sum)(x, axis=axis, keepdims=True)
     return np.where(top == -np.inf, top.dtype.type(0), top)
 
