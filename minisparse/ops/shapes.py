@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
@@ -225,14 +226,18 @@ class RowGrad:
     """
 
     def __init__(self, rows, values, shape):
-        rows = indices_of(rows, "RowGrad: rows", shape[0])
+        rows = indices_of(kernels.moved(raw(rows), "cpu"), "RowGrad: rows", shape[0])
         if values.shape != (*rows.shape, *shape[1:]):
             raise ValueError(f"RowGrad: {rows.size} rows, values of {values.shape} for {shape}")
         order = np.argsort(rows, kind="stable")
         rows = rows[order]
         first = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])[: len(rows)])
-        self.values = np.add.reduceat(values[order], np.asarray(first, like=values), axis=0)
-        self.rows, self.shape, self.dtype = rows[first], tuple(shape), values.dtype
+        # Sums by a product with ones: CuPy's add.reduceat takes differences of running sums.
+        plan = kernels.Plan(np.append(first, rows.size), order, rows.size)
+        ones = np.ones_like(values, shape=(rows.size,))
+        sums = kernels.spmm(plan, ones, values.reshape(rows.size, math.prod(shape[1:])))
+        self.rows, self.values = rows[first], sums.reshape(first.size, *shape[1:])
+        self.shape, self.dtype = tuple(shape), values.dtype
 
     __array_ufunc__ = None  # array + self comes to __radd__
 
