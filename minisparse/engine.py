@@ -565,14 +565,13 @@ def _seed(output, gradient, name, create_graph=False):
     """Check the cotangent a walk starts from, or make the 1 of a single element."""
     if gradient is None and output.size != 1:
         raise RuntimeError(f"an output of shape {output.shape} needs `{name}` of that shape")
-    if not isinstance(gradient, Tensor):
-        gradient = np.ones_like(output._array) if gradient is None else gradient
-        gradient = _beside(as_operand(gradient, output.dtype, name), output._array, name)
-        gradient = Tensor(np.asarray(gradient, like=output._array))
-    _beside(gradient._array, output._array, name)
-    if gradient.shape != output.shape:
-        raise ValueError(f"{name} has shape {gradient.shape}, the output {output.shape}")
-    return gradient if create_graph else gradient._array
+    g = np.ones_like(output._array) if gradient is None else gradient
+    array = g._array if isinstance(g, Tensor) else as_operand(g, output.dtype, name)
+    array = np.asarray(_beside(array, output._array, name), like=output._array)
+    if array.shape != output.shape:
+        raise ValueError(f"{name} has shape {array.shape}, the output {output.shape}")
+    recorded = g if isinstance(g, Tensor) else Tensor(array)
+    return recorded if create_graph else array
 
 
 def _walk(output, *args):

@@ -82,7 +82,7 @@ def _numbers(i, x):
         x = x.free if isinstance(x, SparseParameter) else x.values
     if not isinstance(x, (Tensor, np.ndarray, np.generic)):
         raise TypeError(f"gradcheck: input {i} is a {type(x).__name__}, not a Tensor")
-    numbers = np.array(raw(x))
+    numbers = np.array(x.numpy() if isinstance(x, Tensor) else x)
     if numbers.dtype != np.float64:
         what = f"{numbers.dtype}, in which differences are mostly rounding"
         raise TypeError(f"gradcheck: input {i} is {what}; pass it .astype(np.float64)")

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from . import ops
+from . import kernels, ops
 from .engine import Tensor, as_dtype, as_floats, primitive, raw, require, tensor
 from .ops.shapes import indices_of, lookup
 from .pattern import Pattern, PatternMismatchError
@@ -101,17 +101,15 @@ class Module:
 
         Random numbers are drawn on the CPU and then moved: the same ones everywhere.
         """
-        moved = []  # all of them, before anything changes
-        for _, thing in self._walk():
-            leaf = isinstance(thing, Tensor) and thing._node is None
-            names = ("_array", "_grad") if leaf else ("_base",) * isinstance(thing, SparseParameter)
-            for name in names:
-                if (part := getattr(thing, name)) is not None:
-                    part = part.to(device) if hasattr(part, "to") else ops.to(part, device=device)
-                    moved.append((thing, name, part))
-        for thing, name, part in moved:
+        things = [t for _, t in self._walk() if isinstance(t, (Tensor, SparseParameter))]
+        places = [(t, k) for t in things for k in ("_array", "_grad", "_base") if hasattr(t, k)]
+        parts = [getattr(*place) for place in places]
+        # All of them, before anything changes.
+        parts = [p.to(device) if hasattr(p, "to") else kernels.moved(p, device) for p in parts]
+        for (thing, name), part in zip(places, parts, strict=True):
             setattr(thing, name, part)
-            getattr(thing, "_version", [0])[0] += 1
+            if name == "_array":
+                thing._version[0] += 1
         return self
 
     def state_dict(self) -> dict:
@@ -192,14 +190,14 @@ def _parts(thing):
 def _state(p):
     if isinstance(p, np.random.Generator):
         return p.bit_generator.state
-    numbers = _leaf(p).detach().to("cpu").data.copy()
+    numbers = kernels.moved(_leaf(p)._array, "cpu").copy()
     if isinstance(p, Tensor):
         return numbers
     state = {"pattern": p.pattern, "free": numbers}
     if p._index_map is not None:
         state["ties"] = np.array(p._index_map.index)
     if p._base is not None:
-        state["constants"] = ops.to(p._base, device="cpu")[p._index_map.index < 0]
+        state["constants"] = kernels.moved(p._base, "cpu")[p._index_map.index < 0]
     return state
 
 
@@ -463,8 +461,7 @@ class Dropout(Module):
             return x
         x = x if isinstance(x, Tensor) else as_floats(x)
         mask = np.empty_like(raw(x))  # in the memory order of x
-        kept = self.rng.random(x.shape, dtype=np.float32) >= self.p
-        mask[...] = np.asarray(kept, like=mask)
+        mask[...] = np.asarray(self.rng.random(x.shape, dtype=np.float32) >= self.p, like=mask)
         return ops.multiply(x, mask / max(1 - self.p, np.finfo(mask.dtype).tiny))
 
 

@@ -81,9 +81,8 @@ class Optimizer:
         if p not in self._state:
             zeros = _thin_zeros if hasattr(p.grad, "rows") else _zeros
             self._state[p] = self._new_state(p._array, zeros)
-        state, device = self._state[p], kernels.device_of(p._array)
-        for key in state.keys() - {"step"}:
-            state[key] = kernels.moved(state[key], device)  # itself, if the parameter has not moved
+        state, device = self._state[p], kernels.device_of(p._array)  # it may have moved since
+        state |= {k: kernels.moved(a, device) for k, a in state.items() if k != "step"}
         return state
 
     def _update(self, array, g, state, group):

@@ -727,12 +727,9 @@ class SparseParameter(SparseTensor):
 
     def to(self, device):
         """Return a new parameter on "cpu" or "cuda"; itself if it is there."""
-        if self.device == device:
-            return self
-        free = self.free
-        other = self._with_leaf(Tensor(kernels.moved(free._array, device), free.requires_grad))
-        other._base = None if self._base is None else kernels.moved(self._base, device)
-        return other
+        other = self._with_leaf(Tensor(kernels.moved(self.free._array, device), True))
+        other._base = kernels.moved(self._base, device)
+        return self if self.device == device else other
 
     def _no_place(self, other):
         raise TypeError("a SparseParameter changes through W.free: W.free -= ... under no_grad")

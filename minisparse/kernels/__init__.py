@@ -133,10 +133,10 @@ def device_of(array):
 
 
 def moved(array, device):
-    """Return an array on "cpu" or "cuda": itself where it is there already."""
+    """Return an array on "cpu" or "cuda": itself where it is there already, None for None."""
     if device not in ("cpu", "cuda"):
         raise ValueError(f"to: device {device!r} is neither 'cpu' nor 'cuda'")
-    if device_of(array) == device:
+    if array is None or device_of(array) == device:
         return array
     if device == "cpu":
         return array.get()
