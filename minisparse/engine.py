@@ -570,8 +570,7 @@ def _seed(output, gradient, name, create_graph=False):
     array = np.asarray(_beside(array, output._array, name), like=output._array)
     if array.shape != output.shape:
         raise ValueError(f"{name} has shape {array.shape}, the output {output.shape}")
-    recorded = g if isinstance(g, Tensor) else Tensor(array)
-    return recorded if create_graph else array
+    return (g if isinstance(g, Tensor) else Tensor(array)) if create_graph else array
 
 
 def _walk(output, *args):

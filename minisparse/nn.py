@@ -101,15 +101,13 @@ class Module:
 
         Random numbers are drawn on the CPU and then moved: the same ones everywhere.
         """
-        things = [t for _, t in self._walk() if isinstance(t, (Tensor, SparseParameter))]
-        places = [(t, k) for t in things for k in ("_array", "_grad", "_base") if hasattr(t, k)]
-        parts = [getattr(*place) for place in places]
-        # All of them, before anything changes.
-        parts = [p.to(device) if hasattr(p, "to") else kernels.moved(p, device) for p in parts]
-        for (thing, name), part in zip(places, parts, strict=True):
-            setattr(thing, name, part)
-            if name == "_array":
-                thing._version[0] += 1
+        for _, t in self._walk():
+            if isinstance(t, SparseParameter):
+                t._base = kernels.moved(t._base, device)
+            elif isinstance(t, Tensor):
+                g = t._grad.to(device) if hasattr(t._grad, "to") else kernels.moved(t._grad, device)
+                t._array, t._grad = kernels.moved(t._array, device), g
+                t._version[0] += 1
         return self
 
     def state_dict(self) -> dict:

@@ -727,7 +727,8 @@ class SparseParameter(SparseTensor):
 
     def to(self, device):
         """Return a new parameter on "cpu" or "cuda"; itself if it is there."""
-        other = self._with_leaf(Tensor(kernels.moved(self.free._array, device), True))
+        free = self.free
+        other = self._with_leaf(Tensor(kernels.moved(free._array, device), free.requires_grad))
         other._base = kernels.moved(self._base, device)
         return self if self.device == device else other
 

@@ -28,7 +28,7 @@ ALLOWED = {
     "algebra": {"ops", "engine", "pattern", "kernels", "sparse"},
     "linalg": {"engine", "sparse"},
     "functional": {"engine", "sparse"},
-    "nn": {"ops", "engine", "pattern", "sparse"},
+    "nn": {"ops", "engine", "pattern", "sparse", "kernels"},
     "io": {"engine", "pattern"},
     "interop": {"kernels", "pattern", "nn"},
     "viz": {"engine"},

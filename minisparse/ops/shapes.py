@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import math
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
@@ -235,9 +234,9 @@ class RowGrad:
         # Sums by a product with ones: CuPy's add.reduceat takes differences of running sums.
         plan = kernels.Plan(np.append(first, rows.size), order, rows.size)
         ones = np.ones_like(values, shape=(rows.size,))
-        sums = kernels.spmm(plan, ones, values.reshape(rows.size, math.prod(shape[1:])))
-        self.rows, self.values = rows[first], sums.reshape(first.size, *shape[1:])
-        self.shape, self.dtype = tuple(shape), values.dtype
+        sums = kernels.spmm(plan, ones, values.reshape(rows.size, values[:1].size))
+        self.values = sums.reshape(first.size, *shape[1:])
+        self.rows, self.shape, self.dtype = rows[first], tuple(shape), values.dtype
 
     __array_ufunc__ = None  # array + self comes to __radd__
 
