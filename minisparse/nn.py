@@ -6,7 +6,7 @@ import numpy as np
 
 from . import kernels, ops
 from .engine import Tensor, as_dtype, as_floats, primitive, raw, require, tensor
-from .ops.shapes import indices_of, lookup
+from .ops.shapes import RowGrad, indices_of, lookup
 from .pattern import Pattern, PatternMismatchError
 from .sparse import SparseParameter, SparseTensor, affine, matmul
 
@@ -105,8 +105,8 @@ class Module:
             if isinstance(t, SparseParameter):
                 t._base = kernels.moved(t._base, device)
             elif isinstance(t, Tensor):
-                g = t._grad.to(device) if hasattr(t._grad, "to") else kernels.moved(t._grad, device)
-                t._array, t._grad = kernels.moved(t._array, device), g
+                g, t._array = t._grad, kernels.moved(t._array, device)
+                t._grad = g.to(device) if isinstance(g, RowGrad) else kernels.moved(g, device)
                 t._version[0] += 1
         return self
 
