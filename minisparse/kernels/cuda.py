@@ -205,7 +205,7 @@ def spmm(plan, values, x, bias=None, relu=False):
     out = np.empty((plan.n_rows + len(sums[2]), *x.shape[1:]), x.dtype, like=x)
     run(_spmm, len(pieces[1]) * k, out, values, x, bias, *pieces, k)
     if len(sums[1]):
-        ones = np.ones(len(sums[2]), values.dtype, like=values)
+        ones = np.ones_like(values, shape=len(sums[2]))
         run(_spmm, len(sums[1]) * k, out, ones, out, bias, *sums, k)
     return out[: plan.n_rows]
 
