@@ -660,6 +660,7 @@ def test_plain_operands_of_any_kind():
             assert not isinstance(f(operand), ms.Tensor)
             np.testing.assert_allclose(f(operand), f(np.asarray(operand, float)), rtol=1e-6)
     assert [len(a) for a in ms.split([1, 2, 3, 4], 2)] == [2, 2]
+    assert (ms.softmax(1.0), ms.log_softmax(1.0), ms.logsumexp(3.0)) == (1.0, 0.0, 3.0)
 
 
 def test_bounds_do_not_widen_float32():

@@ -88,7 +88,7 @@ min.vjp(_to_best)
 def _top(x, axis):
     """Return the largest entries, kept, with 0 for -inf: what exponents are taken from."""
     # The sum of nothing has the shape; np.max of nothing raises.
-    top = (np.max if x.size else np.sum)(x, axis=axis, keepdims=True)
+    top = (np.max if np.size(x) else np.sum)(x, axis=axis, keepdims=True)
     return np.where(top == -np.inf, top.dtype.type(0), top)
 
 
