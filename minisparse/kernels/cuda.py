@@ -91,9 +91,10 @@ def _argument(a):
     if id(a) not in _copies:
         import cupy
 
-        _copies[id(a)] = _argument(cupy.asarray(a))
+        copy = _argument(cupy.asarray(a))
         cupy.cuda.get_current_stream().synchronize()  # this once: any stream may read it from now
         weakref.finalize(a, _copies.pop, id(a), None).atexit = False
+        _copies[id(a)] = copy  # last, so that what interrupts leaves nothing without a finalizer
     return _copies[id(a)]
 
 
